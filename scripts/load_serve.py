@@ -84,9 +84,7 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     ):
         encoded = [np.array(read(text), np.int32) for text in texts]
         greedy, stops = jt.Sampling(temperature=0), reader.stop_tokens
-        new_BT = generate_ids(
-            served.sharded_model, served.params, encoded, new_tokens=TOKENS, sampling=greedy, stop_tokens=stops
-        )
+        new_BT = generate_ids(served.sharded_model, served.params, encoded, new_tokens=TOKENS, sampling=greedy)
         answers[kind] = {text: _answer(new.tolist(), stops) for text, new in zip(texts, new_BT, strict=True)}
     return answers
 

@@ -15,15 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import decoder_of, padded_prompts
-from jaxtrain.inference.sampling import (
-    RowSampling,
-    Sampling,
-    bias_rows,
-    choose_rows,
-    row_sampling,
-)
+from jaxtrain.inference.sampling import RowSampling, Sampling, bias_rows, choose_rows, row_sampling
 from jaxtrain.layout.gather import hold_parameters
-from jaxtrain.models.decoder import make_cache
 from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats
@@ -91,6 +84,33 @@ class DecodingForm:
 
 
 @dataclass(frozen=True)
+class Writing:
+    """How texts are written.
+
+    Attributes:
+        new_tokens: tokens to add to each prompt, at most; None: 200, or as many as the model has positions for.
+        sampling: how tokens are chosen, of all prompts or one per prompt.
+        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        stop: texts that end a row; they are not part of its text.
+        skip_special_tokens: whether special tokens that the model writes are left out of the text.
+        piece: tokens of each row between two looks at them, for which the host waits; None: all.
+        stop_tokens: ids that end a row beside the end of text; they are not part of its text.
+        add_special_tokens: whether what the tokenizer's file puts before a text is put before each prompt.
+        cache_dtype: of keys and values: float32, bfloat16, float16 or int8; None: the compute dtype.
+    """
+
+    new_tokens: int | None
+    sampling: Sampling | Sequence[Sampling]
+    seed: int | Sequence[int] = 0
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+    piece: int | None = None
+    stop_tokens: Collection[int] = ()
+    add_special_tokens: bool = True
+    cache_dtype: str | None = None
+
+
+@dataclass(frozen=True)
 class Generated:
     """What was generated so far, in arrays of NumPy.
 
@@ -103,13 +123,11 @@ class Generated:
     counts: np.ndarray
 
 
-# (params, prompts_BP, lengths_B, rules) -> texts with their first token
-Start = Callable[[Params, Any, Any, RowRules], Decoding]
-# (params, texts, rules, most tokens of a row) -> texts; stops where all rows have ended
-Advance = Callable[[Params, Decoding, RowRules, Any], Decoding]
+# Of (params, prompts_BP, lengths_B, rules), and of (params, texts, rules, most tokens of a row).
+Program = Callable[..., Decoding]
 
 # Compiled functions by what they are for, kept as long as the sharded model is.
-_programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Start, Advance]]] = (
+_programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Program, Program]]] = (
     weakref.WeakKeyDictionary()
 )
 _casts: weakref.WeakKeyDictionary[ShardedModel, Callable[[Params], Params]] = weakref.WeakKeyDictionary()
@@ -123,7 +141,6 @@ def generate_ids(
     new_tokens: int,
     sampling: Sampling | Sequence[Sampling],
     seed: int | Sequence[int] = 0,
-    stop_tokens: Collection[int] = (),
     cache_dtype: str | None = None,
 ) -> np.ndarray:
     """Continue prompts that are token ids already; the compiled programs are kept, as `generate_text` says.
@@ -132,28 +149,16 @@ def generate_ids(
         sharded_model: has a decoder.
         params: on any mesh; also quantized.
         encoded: at least one prompt, int32 [length] each, none of them empty.
-        new_tokens: T, tokens to add to each, at least 1.
-        sampling: how tokens are chosen, of all prompts or one per prompt.
-        seed: of the random choices: row r has seed + r; or a list of one per prompt.
-        stop_tokens: ids that end a row.
-        cache_dtype: as in `generate_text`.
+        new_tokens, sampling, seed, cache_dtype: as in `Writing`.
 
     Returns:
-        int32 [B, T]; zeros follow a stop token.
+        int32 [B, T].
 
     Raises:
         ConfigError: prompt and continuation exceed the model's positions, or it does not generate text.
     """
-    (found,) = generation_pieces(
-        sharded_model,
-        params,
-        encoded,
-        new_tokens=new_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop_tokens=stop_tokens,
-        cache_dtype=cache_dtype,
-    )
+    writing = Writing(new_tokens, sampling, seed, cache_dtype=cache_dtype)
+    (found,) = generation_pieces(sharded_model, params, encoded, writing)
     return found.tokens
 
 
@@ -161,26 +166,16 @@ def generation_pieces(
     sharded_model: ShardedModel,
     params: Params,
     encoded: Sequence[np.ndarray],
-    *,
-    new_tokens: int,
-    sampling: Sampling | Sequence[Sampling],
-    seed: int | Sequence[int] = 0,
-    stop_tokens: Collection[int] = (),
-    cache_dtype: str | None = None,
-    piece: int | None = None,
+    writing: Writing,
     ended_B: np.ndarray | None = None,
 ) -> Iterator[Generated]:
     """Give out what was generated every few tokens; the last one has everything.
 
-    Args:
-        sharded_model, params, encoded, new_tokens, sampling, seed, stop_tokens, cache_dtype: as for `generate_ids`.
-        piece: tokens of each row between two of them; None: all.
-        ended_B: bool, rows that the caller ends; it is read before each piece.
-
-    Raises:
-        ConfigError: as for `generate_ids`.
+    Arguments and errors are those of `generate_ids`; `ended_B`, bool, are rows that the caller ends, which is read
+    before each piece.
     """
-    model, batch = sharded_model.model, len(encoded)
+    model, batch, piece = sharded_model.model, len(encoded), writing.piece
+    new_tokens, sampling, seed = writing.new_tokens or 0, writing.sampling, writing.seed
     samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
     seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
     if new_tokens < 1 or len(samplings) != batch or len(seeds) != batch:
@@ -189,8 +184,8 @@ def generation_pieces(
             "use new_tokens of 1 or more, and one sampling and seed for all prompts or one per prompt"
         )
     prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
-    form = DecodingForm(new_tokens, any(one.counts_tokens for one in samplings), cache_dtype)
-    rules = row_rules(samplings, seeds, stop_tokens, model)
+    form = DecodingForm(new_tokens, any(one.counts_tokens for one in samplings), writing.cache_dtype)
+    rules = row_rules(samplings, seeds, writing.stop_tokens, model)
     start, advance = _compiled(sharded_model, form)
     with sharded_model.context():
         params = cast_params(sharded_model, params)
@@ -236,7 +231,7 @@ def _generated(texts: Decoding) -> Generated:
     return Generated(np.array(texts.tokens_BT), np.array(texts.counts_B))
 
 
-def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Start, Advance]:
+def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Program, Program]:
     programs = _programs.setdefault(sharded_model, {})
     if form not in programs:
         needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
@@ -246,28 +241,23 @@ def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Start, A
     return programs[form]
 
 
-def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Start:
+def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Program:
     """Make the function that reads prompts, padded on the right, and chooses the first token of each row.
 
-    A model with an encoder reads the prompt there, and the new tokens are its output. The cache overwrites the
-    padding's entries before anything can see them. What is no cache is replicated over the mesh, so that every process
-    has it.
+    The cache overwrites the padding's entries before anything can see them. What is no cache is replicated over the
+    mesh, so that every process has it.
     """
     decoder = decoder_of(model)
     dtype = cache_dtype_of(form.cache_dtype, policy)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
         params, (batch, longest) = hold_parameters(cast_floats(params, policy.compute_dtype)), prompts_BP.shape
-        length = longest + form.new_tokens
         if decoder.encode is not None:
             cache = decoder.encode(params, prompts_BP, lengths_B, decoder.init_cache(batch, 1 + form.new_tokens, dtype))
             prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
             longest, lengths_B = 1, jnp.ones_like(lengths_B)
-        elif decoder.prefill is None or decoder.windows is None:
-            # `decode` alone would write the padding too, over what a ring keeps.
-            cache = decoder.init_cache(batch, length, dtype)
         else:
-            cache = make_cache(decoder, batch, length, dtype, chunk=min(longest, decoder.windows.chunk))
+            cache = decoder.init_cache(batch, longest + form.new_tokens, dtype)
         if decoder.prefill is not None:
             logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
         else:
@@ -280,7 +270,7 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
     return start
 
 
-def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Advance:
+def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Program:
     """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for."""
     decoder = decoder_of(model)
 
@@ -307,10 +297,8 @@ def row_rules(
     """What the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     stops = sorted(stop_tokens)
     stops += [-1] * (-len(stops) % _STOPS or _STOPS * (not stops))
-    bias = None
-    if any(one.logit_bias for one in samplings):
-        bias = bias_rows(samplings, model.vocab_size or 0)
-    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias)
+    bias_BV = bias_rows(samplings, model.vocab_size or 0)
+    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias_BV)
 
 
 def _empty(cache: Any, prompts_BP: jax.Array, lengths_B: jax.Array, vocabulary: int, form: DecodingForm) -> Decoding:

@@ -1,32 +1,31 @@
-"""Texts that continue prompts, or that a model with an encoder writes about them: whole, or as they are written.
+"""Texts that continue prompts, answer questions or are written about them: whole, or as they are written.
 
 Shapes: B prompts, T new tokens.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import generation_pieces
-from jaxtrain.inference.prompts import (
-    EncodedPrompts,
-    decoder_of,
-    encode_prompts,
-    room_for_new_tokens,
-    special_tokens,
-)
+from jaxtrain.data.chat.templates import ChatFormat
+from jaxtrain.inference.decoding import Writing, generation_pieces
+from jaxtrain.inference.prompts import decoder_of, encode_prompts, encode_questions, room_for_new_tokens, special_tokens
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.text_stream import TextStream
-from jaxtrain.models.model import Decoder, Params
+from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.step import TrainStep
 
-# Tokens between two looks for a stop string, for which the host waits.
+# Tokens between two looks for a stop string.
 _PIECE = 16
 _DEFAULT_TOKENS = 200
+_REPLACEMENT = "\ufffd"
+# A character of UTF-8 lacks at most its last three bytes; a tokenizer may show each missing one by itself.
+_LONGEST_INCOMPLETE = 3
+# So many tokens without the end of a character are no text: they are given out as they are.
+_MOST_UNCERTAIN = 64
 
 
 def generate_text(
@@ -70,56 +69,22 @@ def generate_text(
         encoder, its output up to there.
 
     Raises:
-        ConfigError: the model cannot generate, `prompts` is a single text, `new_tokens` is below 1, or prompt and
-            continuation exceed its positions.
+        ConfigError: the model cannot generate, `new_tokens` is below 1, or prompt and continuation exceed its
+            positions.
 
     Example:
         >>> from jaxtrain.data.tokenizer import ByteTokenizer
         >>> sharded = jt.shard_model(text_model)
         >>> params, _ = jax.jit(sharded.init)(jax.random.key(0))
-        >>> texts = jt.generate_text(
-        ...     sharded, params, ByteTokenizer(), ["To be"], new_tokens=2, sampling=jt.Sampling(temperature=0.7)
-        ... )
+        >>> greedy = jt.Sampling(temperature=0)
+        >>> texts = jt.generate_text(sharded, params, ByteTokenizer(), ["To be"], new_tokens=2, sampling=greedy)
         >>> texts[0].startswith("To be")
         True
     """
-    if isinstance(prompts, str):
-        raise ConfigError(f"prompts is one text, {prompts[:20]!r}; use a list of texts: [{prompts[:20]!r}]")
-    if not len(prompts):
-        return []
-    sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
-    encoded = encode_prompts(sharded_model.model, tokenizer, prompts, add_special_tokens=add_special_tokens)
-    if new_tokens is None:
-        new_tokens = default_new_tokens(decoder_of(sharded_model.model), encoded)
-    ends = {*stop_tokens, *(() if encoded.end is None else (encoded.end,))}
-    hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
-    ended_B, texts = np.zeros(len(prompts), bool), [""] * len(prompts)
-    for found in generation_pieces(
-        sharded_model,
-        params,
-        encoded.tokens,
-        new_tokens=new_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop_tokens=ends,
-        cache_dtype=cache_dtype,
-        piece=_PIECE if stop else None,
-        ended_B=ended_B,
-    ):
-        for row in np.flatnonzero(~ended_B):
-            given, new = encoded.given[row], found.tokens[row, : found.counts[row]].tolist()
-            end = next((place for place, token in enumerate(new) if token in ends), len(new))
-            text = tokenizer.decode([*given, *(token for token in new[:end] if token not in hidden)])
-            begin = len(tokenizer.decode(given)) if stop and given else 0
-            cuts = [at for at in (text.find(one, begin) for one in stop) if at >= 0]
-            texts[row], ended_B[row] = text[: min(cuts, default=None)], bool(cuts)
-    return texts
-
-
-def default_new_tokens(decoder: Decoder, encoded: EncodedPrompts) -> int:
-    """The tokens that are added where nobody says how many: 200, or as many as the model has positions for."""
-    longest = max(map(len, encoded.tokens), default=1)
-    return max(1, min(_DEFAULT_TOKENS, room_for_new_tokens(decoder, longest)))
+    piece, rest = _PIECE if stop else None, (stop_tokens, add_special_tokens, cache_dtype)
+    writing = Writing(new_tokens, sampling, seed, stop, skip_special_tokens, piece, *rest)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    return whole_texts(step.sharded_model if isinstance(step, TrainStep) else step, params, tokenizer, prompts, writing)
 
 
 @dataclass(frozen=True)
@@ -137,57 +102,160 @@ class Written:
     ended: bool = False
 
 
+def whole_texts(
+    sharded_model: ShardedModel,
+    params: Params,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    writing: Writing,
+    chat: ChatFormat | None = None,
+) -> list[str]:
+    """What `write_texts` gives out, joined for each text."""
+    found = [""] * len(texts)
+    for written in write_texts(sharded_model, params, tokenizer, texts, writing, chat) if len(texts) else ():
+        found[written.row] += written.text
+    return found
+
+
 def write_texts(
     sharded_model: ShardedModel,
     params: Params,
     tokenizer: Tokenizer,
-    encoded: Sequence[np.ndarray],
-    *,
-    new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    stop_tokens: Collection[int] = (),
-    hidden: Collection[int] = (),
-    begins: Sequence[bool] | None = None,
-    piece: int | None = 1,
+    texts: Sequence[str],
+    writing: Writing,
+    chat: ChatFormat | None = None,
 ) -> Iterator[Written]:
-    """Continue prompts in one batch, and give out each row's text as it is written.
+    """Continue texts in one batch, each given out before its continuation; with `chat` answer them by its template.
 
-    Args:
-        sharded_model, params, tokenizer, new_tokens, sampling, seed: as for `generate_text`.
-        encoded: at least one prompt, int32 [length] each, none of them empty.
-        stop: texts at which a continuation ends; they are not part of it.
-        stop_tokens: ids that end it; they are not part of it.
-        hidden: ids that the text leaves out.
-        begins: whether each text stands alone, so that a tokenizer that writes a space before each word leaves out the
-            first one; otherwise it follows its prompt, as all do by default.
-        piece: tokens of each row between two looks; None: all.
+    An answer has as many tokens as there is room for, if those are fewer than asked for, and stands alone.
 
     Raises:
-        ConfigError: as for `generate_text`.
+        ConfigError: as for `generate_text`, or the template fails.
+        DataError: the template refuses a question.
     """
-    ended_B, fed = np.zeros(len(encoded), bool), [0] * len(encoded)
-    streams = [
-        TextStream(tokenizer, stop=stop, stop_tokens=stop_tokens, hidden=hidden, begins=begins is not None and one)
-        for one in begins or [False] * len(encoded)
-    ]
-    for found in generation_pieces(
-        sharded_model,
-        params,
-        encoded,
-        new_tokens=new_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop_tokens=stop_tokens,
-        piece=piece,
-        ended_B=ended_B,
-    ):
+    decoder, new_tokens = decoder_of(sharded_model.model), writing.new_tokens
+    if chat is None:
+        encoded = encode_prompts(sharded_model.model, tokenizer, texts, add_special_tokens=writing.add_special_tokens)
+    else:
+        encoded = encode_questions(tokenizer, chat, texts)
+    if new_tokens is None or chat is not None:
+        room = room_for_new_tokens(decoder, max(map(len, encoded.tokens)))
+        new_tokens = max(1, min(_DEFAULT_TOKENS if new_tokens is None else new_tokens, room))
+    writing = replace(writing, new_tokens=new_tokens, stop_tokens=encoded.ends | frozenset(writing.stop_tokens))
+    hidden = special_tokens(tokenizer) if writing.skip_special_tokens else ()
+    ended_B, fed, streams = np.zeros(len(texts), bool), [0] * len(texts), []
+    for row, given in enumerate(encoded.given):
+        # Without a prompt before it, the text of a tokenizer that writes a space before each word has no first space.
+        streams.append(TextStream(tokenizer, writing.stop, writing.stop_tokens, hidden=hidden, begins=not given))
+        if given:
+            yield Written(row, tokenizer.decode(given))
+    for found in generation_pieces(sharded_model, params, encoded.tokens, writing, ended_B):
         for row in np.flatnonzero(~ended_B).tolist():
-            text, stream = "", streams[row]
-            for place in range(fed[row], int(found.counts[row])):
-                text += stream.feed(int(found.tokens[row, place]))
-            fed[row], ended_B[row] = int(found.counts[row]), stream.stopped
+            stream, count = streams[row], int(found.counts[row])
+            text = "".join(map(stream.feed, found.tokens[row, fed[row] : count].tolist()))
+            fed[row], ended_B[row] = count, stream.stopped
             yield Written(row, text, stream.stopped)
     for row in np.flatnonzero(~ended_B).tolist():
         yield Written(row, streams[row].finish(), ended=True)
+
+
+class TextStream:
+    """The text of one row of generated tokens, given out as soon as it is certain.
+
+    A character is given out when all of its bytes are there, and text that may be the beginning of a stop string when
+    it turns out not to be.
+
+    Args:
+        tokenizer: turns ids into text.
+        stop: strings at which the text ends, none empty; they are not part of it.
+        stop_tokens: ids at which it ends.
+        hidden: ids that are left out, such as those of special tokens; the text is that of the others.
+        begins: whether nothing stands before it, so that a tokenizer that writes a space before each word leaves out
+            the first one; otherwise the text is a continuation, which keeps it.
+
+    Attributes:
+        stopped: whether a stop string or a stop token was met; what follows it is not given out.
+        length: characters that are certain, also those that are held back for a stop.
+
+    Example:
+        >>> from jaxtrain.data.tokenizer import ByteTokenizer
+        >>> stream = TextStream(ByteTokenizer(), stop=["END"])
+        >>> [stream.feed(byte) for byte in "éEN".encode()], stream.finish()
+        (['', 'é', '', ''], 'EN')
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+        *,
+        hidden: Collection[int] = (),
+        begins: bool = False,
+    ):
+        self._stop, self._stop_tokens = tuple(stop), frozenset(stop_tokens)
+        self._hidden = frozenset(hidden) - self._stop_tokens
+        self._continue = _continued(tokenizer)
+        self._decode = tokenizer.decode if begins else self._continue
+        self._tokens: list[int] = []  # those whose text is not certain
+        self._given = 0  # characters of their text that were certain
+        self._held = ""  # certain text that may begin a stop string
+        self.stopped, self.length = False, 0
+
+    def feed(self, token: int) -> str:
+        """The text that the next token makes certain; after a stop there is none."""
+        if self.stopped or token in self._hidden:
+            return ""
+        if token in self._stop_tokens:
+            rest = self.finish()
+            self.stopped = True
+            return rest
+        self._tokens.append(int(token))
+        decoded = self._decode(self._tokens)
+        tail = decoded[-_LONGEST_INCOMPLETE:]
+        certain = len(decoded) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))
+        if certain == len(decoded) or len(self._tokens) > _MOST_UNCERTAIN:
+            return self._release(self._settled(decoded), is_end=False)
+        piece = decoded[self._given : certain]
+        self._given = max(self._given, certain)
+        return self._release(piece, is_end=False)
+
+    def finish(self) -> str:
+        """The rest of the text, when no further token comes."""
+        if self.stopped:
+            return ""
+        return self._release(self._settled(self._decode(self._tokens)) if self._tokens else "", is_end=True)
+
+    def _settled(self, decoded: str) -> str:
+        """What is new of the text of the tokens, which are forgotten."""
+        piece, self._tokens, self._given = decoded[self._given :], [], 0
+        if piece:
+            self._decode = self._continue
+        return piece
+
+    def _release(self, piece: str, *, is_end: bool) -> str:
+        """Give out what is certain of the text that is held and this piece after it."""
+        self.length += len(piece)
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        sizes = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        held = 0 if is_end else max(sizes, default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def text_of_token(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """A function of single tokens: their text as a continuation, where a space before a word stays."""
+    decode = _continued(tokenizer)
+    return functools.lru_cache(maxsize=65_536)(lambda token: decode([token]))
+
+
+def _continued(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Ids -> their text as a continuation: a space before the first word stays."""
+    # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
+    anchor = [int(i) for i in tokenizer.encode("a")]
+    start = len(tokenizer.decode(anchor)) if anchor else 0
+    return lambda ids: tokenizer.decode([*anchor, *ids])[start:]

@@ -18,10 +18,10 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, chat_encoder
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.inference.decoding import generate_ids
-from jaxtrain.inference.prompts import SpecialTokens, decoder_of, tokens_around
+from jaxtrain.inference.decoding import Writing, generation_pieces
+from jaxtrain.inference.generate import TextStream
+from jaxtrain.inference.prompts import SpecialTokens, decoder_of, text_ends, tokens_around
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.inference.text_stream import TextStream
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
@@ -115,10 +115,9 @@ def task_tokens(tokenizer: BpeTokenizer | ByteTokenizer, special: SpecialTokens,
         form: of the chats in which the tasks ask; None: they ask in plain texts.
     """
     leading = tokens_around(tokenizer)[0] if special.added else ()
-    begin, end = tokenizer.token_id(special.named.get("bos_token", "")), tokenizer.end_of_text
-    stop = frozenset([*special.stop, *(() if end is None else (end,)), *(() if form is None else form.stop)])
-    known = begin if begin is not None else next(iter(special.stop), end)
-    prefix = _NEWLINE if known is None else known
+    begin = tokenizer.token_id(special.named.get("bos_token", ""))
+    known = begin if begin is not None else next(iter(special.stop), tokenizer.end_of_text)
+    prefix, stop = _NEWLINE if known is None else known, frozenset(text_ends(tokenizer, special, form))
     return TaskTokens(tokenizer, leading, prefix, stop, None if form is None else chat_encoder(tokenizer))
 
 
@@ -203,9 +202,7 @@ class LogLikelihood:
     def __init__(
         self, sharded_model: ShardedModel, params: Params, model_state: ModelState, *, rows: int | None = None
     ) -> None:
-        decoder = decoder_of(sharded_model.model)
-        if decoder.encode is not None:
-            raise ConfigError(f"model {sharded_model.model.name} reads its prompt with an encoder, and scores no text")
+        decoder = decoder_of(sharded_model.model, has_encoder=False)
         layout = sharded_model.layout
         self.max_length, self._short_length = decoder.max_length, decoder.short_length
         self.shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
@@ -307,16 +304,7 @@ class LogLikelihood:
             return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(rows, width), found)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """How texts of a task are generated: up to one of the texts `until`, which is no part of the answer."""
-
-    until: tuple[str, ...]
-    new_tokens: int
-    sampling: Sampling
-
-
-def read_generation(settings: Mapping[str, Any], *, task: str) -> Generation:
+def read_generation(settings: Mapping[str, Any], *, task: str) -> Writing:
     """Reads the settings of a task (`generation_kwargs`).
 
     Sampling begins where `do_sample` is true or a temperature above 0 is given; `do_sample: false` is greedy.
@@ -327,8 +315,7 @@ def read_generation(settings: Mapping[str, Any], *, task: str) -> Generation:
     unknown = sorted(set(settings) - set(_KNOWN))
     until = settings.get("until") or ()
     until = (until,) if isinstance(until, str) else tuple(until)
-    counts = [settings[name] for name in _COUNTS if settings.get(name) is not None]
-    new_tokens = counts[0] if counts else _DEFAULT_TOKENS
+    new_tokens = next((settings[name] for name in _COUNTS if settings.get(name) is not None), _DEFAULT_TOKENS)
     if unknown or not isinstance(new_tokens, int) or new_tokens < 1:
         wrong = f"{unknown[0]} is not known" if unknown else f"the number of tokens is {new_tokens!r}"
         raise ConfigError(f"generation_kwargs of the task {task}: {wrong}; jaxtrain takes {', '.join(_KNOWN)}")
@@ -339,7 +326,7 @@ def read_generation(settings: Mapping[str, Any], *, task: str) -> Generation:
         temperature = 0.0
     # Empty stops say nothing; `top_k: 0` leaves every token.
     sampling = Sampling(temperature, settings.get("top_k") or None, settings.get("top_p"))
-    return Generation(tuple(one for one in until if one), new_tokens, sampling)
+    return Writing(new_tokens, sampling, stop=tuple(one for one in until if one))
 
 
 class AskedModel:
@@ -371,7 +358,7 @@ class AskedModel:
     ) -> None:
         self._score = LogLikelihood(sharded_model, params, model_state, rows=rows)
         self._length, shards = self._score.max_length, self._score.shards
-        self._sharded_model, self._params, self._tokens = sharded_model, params, tokens
+        self._sharded_model, self._params, self.tokens = sharded_model, params, tokens
         self._seed, self._report = seed, report
         self._answer_rows = _ANSWERS * shards if rows is None else -(-rows // shards) * shards
 
@@ -387,17 +374,13 @@ class AskedModel:
         Raises:
             DataError: a continuation without a token of its own, or one that exceeds the model's positions.
         """
-        rows = [scored_pair(*pair, max_length=self._length) for pair in self._tokens.pairs(pairs)]
+        rows = [scored_pair(*pair, max_length=self._length) for pair in self.tokens.pairs(pairs)]
         return self._score(rows, report=lambda done: self._report(f"{done:,} of {len(rows):,} log-likelihoods"))
 
     def score_texts(self, texts: Sequence[str]) -> list[float]:
-        """Scores whole texts, in windows of the model's positions that predict every token once.
-
-        The first token follows the token that stands before a document. Log-probabilities are in nats.
-        """
+        """Log-probabilities of whole texts in nats, in windows that predict every token once."""
         windows = [
-            scored_windows(ids, prefix=self._tokens.prefix, max_length=self._length)
-            for ids in self._tokens.encode(texts)
+            scored_windows(ids, prefix=self.tokens.prefix, max_length=self._length) for ids in self.tokens.encode(texts)
         ]
         rows = [row for of_text in windows for row in of_text]
         scores = iter(
@@ -426,7 +409,7 @@ class AskedModel:
         read = {name: read_generation(asked[members[0]][1], task=task) for name, members in groups.items()}
         done = 0
         for name, members in groups.items():
-            contexts = self._tokens.contexts([asked[i][0] for i in members])
+            contexts = self.tokens.contexts([asked[i][0] for i in members])
             order = sorted(range(len(members)), key=lambda k: (-len(contexts[k]), contexts[k], k))
             for at in range(0, len(order), self._answer_rows):
                 batch = order[at : at + self._answer_rows]
@@ -437,21 +420,20 @@ class AskedModel:
                 self._report(f"{done:,} of {len(asked):,} answers")
         return found
 
-    def _answers(self, contexts: Sequence[list[int]], asked: Generation, *, seed: int) -> list[str]:
+    def _answers(self, contexts: Sequence[list[int]], asked: Writing, *, seed: int) -> list[str]:
         """The answers to one batch of contexts, which lose their beginning where they and the answer do not fit."""
-        new_tokens = min(asked.new_tokens, self._length - 1)
+        new_tokens = min(asked.new_tokens or 1, self._length - 1)
         room = self._length - new_tokens
         # A last batch that is not full would compile for its own size; rows that fill it up repeat the shortest.
-        filled = [np.array((ids or [self._tokens.prefix])[-room:], np.int32) for ids in contexts]
+        filled = [np.array((ids or [self.tokens.prefix])[-room:], np.int32) for ids in contexts]
         filled += [filled[-1]] * (min(self._answer_rows, _power_of_two(len(filled), 1)) - len(filled))
-        new_BT = generate_ids(
-            self._sharded_model, self._params, filled, new_tokens=new_tokens, sampling=asked.sampling, seed=seed
-        )
-        return [self._text(new_T, asked.until) for new_T in new_BT[: len(contexts)].tolist()]
-
-    def _text(self, new_T: Sequence[int], until: Sequence[str]) -> str:
-        stream = TextStream(self._tokens.tokenizer, stop=until, stop_tokens=self._tokens.stop)
-        return "".join([*map(stream.feed, new_T), stream.finish()])
+        writing = dataclasses.replace(asked, new_tokens=new_tokens, seed=seed)
+        (found,) = generation_pieces(self._sharded_model, self._params, filled, writing)
+        answers = []
+        for new_T in found.tokens[: len(contexts)].tolist():
+            stream = TextStream(self.tokens.tokenizer, asked.stop, self.tokens.stop)
+            answers.append("".join([*map(stream.feed, new_T), stream.finish()]))
+        return answers
 
 
 HEADER = ("task", "version", "filter", "shots", "metric", "value", "stderr", "rows")

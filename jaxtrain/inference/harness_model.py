@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 # Declared by the extra `harness`: who imports this file has found it.
@@ -12,9 +11,7 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from jaxtrain.data.chat.templates import ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import tokenizer_sha256
 from jaxtrain.errors import DataError
-from jaxtrain.inference.harness import AskedModel, TaskTokens
-from jaxtrain.models.model import ModelState, Params
-from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.inference.harness import AskedModel
 
 
 def _pair(request: Instance) -> tuple[Any, Any]:
@@ -29,28 +26,16 @@ class HarnessModel(LM):
     Every process of a run asks the same and gets the same answers, so that to the harness there is one.
 
     Args:
-        sharded_model, params, model_state, tokens, rows, seed, report: as for `AskedModel`.
+        asked: answers the questions.
         form: how chats are written, for tasks that ask in chats; None: there is no template.
 
     Raises:
-        ConfigError: the model does not predict the next token of a text, or the template has an error.
+        ConfigError: the template has an error.
     """
 
-    def __init__(
-        self,
-        sharded_model: ShardedModel,
-        params: Params,
-        model_state: ModelState,
-        tokens: TaskTokens,
-        *,
-        form: ChatFormat | None = None,
-        rows: int | None = None,
-        seed: int = 0,
-        report: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, asked: AskedModel, form: ChatFormat | None = None) -> None:
         super().__init__()
-        self._asked = AskedModel(sharded_model, params, model_state, tokens, rows=rows, seed=seed, report=report)
-        self._tokens, self._form = tokens, form
+        self._asked, self._form = asked, form
         self._template = None if form is None else compile_template(form, today=datetime.date.today())
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -71,19 +56,14 @@ class HarnessModel(LM):
         """A name that no other tokenizer or chat template has; the harness keeps requests under it."""
         template = "" if self._form is None else self._form.source
         digest = hashlib.sha256(template.encode()).hexdigest()
-        return f"jaxtrain-{tokenizer_sha256(self._tokens.tokenizer)[:16]}-{digest[:16]}"
+        return f"jaxtrain-{tokenizer_sha256(self._asked.tokens.tokenizer)[:16]}-{digest[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """The source of the model's template; empty where none is used."""
         return "" if self._form is None or not chat_template else self._form.source
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Writes messages as text.
-
-        Args:
-            chat_history: `role` and `content` of each message.
-            add_generation_prompt: whether the text ends where an answer begins; otherwise the last message is the
-                beginning of an answer, and the text ends with it.
+        """Writes messages as text, up to where an answer begins, or else to the end of the last message.
 
         Raises:
             ConfigError: the template fails.

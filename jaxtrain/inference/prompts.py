@@ -3,13 +3,14 @@
 Shapes: B prompts, P longest prompt.
 """
 
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.templates import ChatFormat
+from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template, prompt_text
 from jaxtrain.data.sources.texts import Frame, fill_frame, make_frame
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
@@ -95,24 +96,31 @@ class EncodedPrompts:
 
     Attributes:
         tokens: what the model reads, int32 [length] each, none empty.
-        given: what stands before the new tokens in the text; nothing for a model with an encoder.
-        end: token that ends a text; None: there is none.
+        given: what stands before the new tokens in the text; nothing for answers, and for a model with an encoder.
+        ends: ids that end a text.
     """
 
     tokens: list[np.ndarray]
     given: list[list[int]]
-    end: int | None
+    ends: frozenset[int]
 
 
-def decoder_of(model: Model) -> Decoder:
-    """How the model generates.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if model.decoder is None:
-        raise ConfigError(f"model {model.name} does not generate text")
+def decoder_of(model: Model, *, has_encoder: bool = True) -> Decoder:
+    """How the model generates; a ConfigError where it does not, or with an encoder that the caller does not take."""
+    if model.decoder is None or (model.decoder.encode is not None and not has_encoder):
+        why = (
+            "does not generate text" if model.decoder is None else "reads its prompt with an encoder; use generate_text"
+        )
+        raise ConfigError(f"model {model.name} {why}")
     return model.decoder
+
+
+def text_ends(
+    tokenizer: Tokenizer, special: SpecialTokens = NOTHING_SPECIAL, chat: ChatFormat | None = None
+) -> set[int]:
+    """The ids at which a text ends: the end of text, those of the model, and those of its chat template."""
+    end = tokenizer.end_of_text
+    return {*special.stop, *(() if end is None else (end,)), *(() if chat is None else chat.stop)}
 
 
 def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
@@ -166,7 +174,17 @@ def encode_prompts(
     elif add_special_tokens:
         encoded = [[*tokens_around(tokenizer)[0], *ids] for ids in given]
     start = tokenizer.end_of_text or 0
-    return EncodedPrompts([np.array(ids or [start], np.int32) for ids in encoded], given, end)
+    tokens = [np.array(ids or [start], np.int32) for ids in encoded]
+    return EncodedPrompts(tokens, given, frozenset(() if end is None else (end,)))
+
+
+def encode_questions(tokenizer: Tokenizer, chat: ChatFormat, questions: Sequence[str]) -> EncodedPrompts:
+    """Turn questions, each a conversation of its own, into ids by a chat template, which writes all special tokens."""
+    assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats are written with a tokenizer.json"
+    template = compile_template(chat, today=datetime.date.today())
+    texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]
+    tokens = [found.ids for found in chat_encoder(tokenizer).encode(texts)]
+    return EncodedPrompts(tokens, [[] for _ in tokens], frozenset(text_ends(tokenizer, chat=chat)))
 
 
 def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -177,12 +195,11 @@ def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int)
             tokens exceed the model's positions.
     """
     decoder = decoder_of(model)
-    if not len(encoded) or not all(map(len, encoded)):
-        raise ConfigError("a prompt without a token cannot be continued; give at least one prompt and token")
-    largest = max(int(np.max(ids)) for ids in encoded)
-    if model.vocab_size is not None and largest >= model.vocab_size:
+    largest = max((int(np.max(ids, initial=-1)) for ids in encoded), default=-1)
+    if not all(map(len, encoded)) or not 0 <= largest < (model.vocab_size or largest + 1):
         raise ConfigError(
-            f"a prompt has token {largest}, but the model's vocabulary has {model.vocab_size}; use its own tokenizer"
+            f"each prompt takes at least one token, and ids below {model.vocab_size} (the largest is {largest}); use "
+            "the model's own tokenizer"
         )
     longest, limit, short = max(map(len, encoded)), decoder.max_length, decoder.short_length
     most = room_for_new_tokens(decoder, longest) if longest <= limit else 0

@@ -108,14 +108,13 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
     """Write a program; the folder appears when it is whole.
 
     Args:
-        folder: which does not exist, or is empty.
+        folder: which does not exist, or is empty; see `check_folder`.
         program: what to write.
         about: further entries of program.json: what the outputs mean, and how inputs are made.
 
     Raises:
-        ConfigError: the folder is not empty or cannot be made.
+        ConfigError: the folder cannot be made.
     """
-    check_folder(folder)
     place = folder.resolve()  # the name of "." is that of the folder that it stands for
     partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
     try:

@@ -282,7 +282,7 @@ def _quantizer(
         small: Any = (
             quantize_nf4(kernel, *dims, double="offset" in wanted)
             if "codes" in wanted
-            else quantize_kernel(kernel, *dims, activations=False)
+            else quantize_kernel(kernel, *dims)
         )
         return {name: getattr(small, name) for name in wanted}
 

@@ -33,7 +33,7 @@ from jaxtrain.models.model import (
 from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, is_kernel, is_quantized, quantize_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel, dequantize, quantize_nf4
 
-FORMATS = ("int8", "int8_dynamic", "nf4")
+FORMATS = ("int8", "nf4")
 """Number formats that `quantize` stores kernels in."""
 
 
@@ -119,7 +119,7 @@ def quantized_kernel(
     """A float kernel [*stack, *D, *F] in a format of `adapt`, where D and F have so many dims."""
     if base == "nf4":
         return quantize_nf4(kernel, *dims, double=double_quantization)
-    return quantize_kernel(kernel, *dims, activations=False)
+    return quantize_kernel(kernel, *dims)
 
 
 def _adapted_kernel(
@@ -287,8 +287,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
     Args:
         params: floating-point parameters of the model.
         model: the model that they belong to.
-        format: `int8` stores the weights in 8 bits; `int8_dynamic` also rounds the inputs of the layers, with one
-            scale per token, and multiplies integers; `nf4` stores them in 4.127 bits, scales included.
+        format: `int8` stores the weights in 8 bits, `nf4` in 4.127, scales included.
 
     Returns:
         The same tree with a `QuantizedKernel` or an `Nf4Kernel` for each kernel of `model.linears`; all other leaves
@@ -318,7 +317,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             raise ConfigError(f"{name} {why} (merge_adapters, jaxtrain export --merge): {format} is of float kernels")
         if format == "nf4":
             return quantize_nf4(leaf, *model.linears[name])
-        return quantize_kernel(leaf, *model.linears[name], activations=format == "int8_dynamic")
+        return quantize_kernel(leaf, *model.linears[name])
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_kernel)
 

@@ -19,11 +19,7 @@ def _take(table_VD: Array, indices_BL: Array) -> Array:
 
 
 def _take_late(table_VD: Array, indices_BL: Array) -> Array:
-    """`_take`, whose gradient is not allocated before there are rows to add to it.
-
-    The gradient of a table begins as zeros, which depend on nothing: a compiler may make them before the backward pass
-    of all layers and keep them through it.
-    """
+    """`_take`, the zeros of whose gradient no compiler makes before the backward pass of all layers, and keeps."""
 
     @jax.custom_vjp
     def take(table_VD: Array, indices_BL: Array) -> Array:
@@ -43,11 +39,7 @@ def _take_late(table_VD: Array, indices_BL: Array) -> Array:
 
 
 def _take_and_add(found: SumOfUse, table_VD: Array, indices_BL: Array) -> Array:
-    """`_take`, which adds the gradients of the rows to the sum of the table's gradient.
-
-    Where a device keeps some columns of the sum, it gets these of the rows of all devices: each sends what its own rows
-    have, and a gradient of the size of the table is nowhere.
-    """
+    """`_take`, which adds the gradients of the rows to the sum of the table's gradient, or to its columns of it."""
 
     def pull(arguments: Any, rows_BLD: Array, total: Array, factors: Factors) -> tuple[None, Array]:
         ids_T = jnp.clip(arguments[1].reshape(-1), 0, table_VD.shape[0] - 1)

@@ -26,12 +26,10 @@ class QuantizedKernel:
     Attributes:
         values: int8 [*stack, *D, *F], input features before output features.
         scale: float32 [*stack, *F]; the kernel is `values * scale`.
-        activations: Whether the layer's input is rounded to int8 too, with one scale per row, for an integer matmul.
     """
 
     values: jax.Array
     scale: jax.Array
-    activations: bool = field(default=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,9 +38,7 @@ class QuantizedKernel:
 
     def reshape(self, num_inputs: int, num_outputs: int) -> "QuantizedKernel":
         """Returns a kernel without stack dims as a matrix [D, F]."""
-        return QuantizedKernel(
-            self.values.reshape(num_inputs, num_outputs), self.scale.reshape(num_outputs), self.activations
-        )
+        return QuantizedKernel(self.values.reshape(num_inputs, num_outputs), self.scale.reshape(num_outputs))
 
 
 def round_to_int8(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -63,20 +59,17 @@ def round_to_int8(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.A
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
-def quantize_kernel(
-    kernel: jax.Array, num_input_dims: int, num_output_dims: int, *, activations: bool
-) -> QuantizedKernel:
+def quantize_kernel(kernel: jax.Array, num_input_dims: int, num_output_dims: int) -> QuantizedKernel:
     """Quantizes a kernel with one scale per output channel, separately for each layer of a stack.
 
     Args:
         kernel: [*stack, *D, *F], of any float dtype.
         num_input_dims, num_output_dims: Numbers of dims in `*D` and `*F`.
-        activations: Whether the layer rounds its input to int8 too.
     """
     first = kernel.ndim - num_output_dims - num_input_dims
     inputs = tuple(range(first, first + num_input_dims))
     values, scale = round_to_int8(kernel, inputs)
-    return QuantizedKernel(values, jnp.squeeze(scale, inputs), activations)
+    return QuantizedKernel(values, jnp.squeeze(scale, inputs))
 
 
 @jax.tree_util.register_dataclass

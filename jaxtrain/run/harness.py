@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError
-from jaxtrain.inference.harness import result_rows, task_tokens
+from jaxtrain.inference.harness import AskedModel, result_rows, task_tokens
 from jaxtrain.run.open_model import open_model
 from jaxtrain.run.predict import tokenizer_of, writer_of
 
@@ -67,7 +67,7 @@ def evaluate_tasks(
         form = opened.chat if chat else None
         tokens = task_tokens(tokenizer_of(opened), opened.special, form)
         held = opened.sharded_model, opened.params, opened.model_state
-        model = HarnessModel(*held, tokens, form=form, rows=batch_size, report=report)
+        model = HarnessModel(AskedModel(*held, tokens, rows=batch_size, report=report), form)
         options: dict[str, Any] = {"limit": limit, "bootstrap_iters": _BOOTSTRAP, "log_samples": False}
         options |= {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
         with _task_errors(", ".join(tasks)):

@@ -3,10 +3,10 @@
 Shapes: C classes.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,9 @@ from jaxtrain.data.sources.tables import read_input_columns, scaled_like
 from jaxtrain.data.sources.texts import framed_tokens, text_rows
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError, UserError
-from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questions
-from jaxtrain.inference.generate import Written, default_new_tokens, generate_text, write_texts
-from jaxtrain.inference.prompts import decoder_of, encode_prompts, room_for_new_tokens, special_tokens
+from jaxtrain.inference.decoding import Writing
+from jaxtrain.inference.generate import Written, whole_texts, write_texts
+from jaxtrain.inference.prompts import SpecialTokens, room_for_new_tokens
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 # What a row gives, by the head of a transformer, and by the task of another model.
 _HEADS = {"sequence": "class", "regression": "number", "embedding": "embedding"}
-_ANSWER_TOKENS = 200  # where nobody says how many
 _TASKS = {"classification": "class", "regression": "number"}
 
 
@@ -248,52 +247,11 @@ def embeds(model: Any) -> bool:
     return head is not None and head.kind == "embedding"
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How texts are written.
-
-    `piece` tokens are between two looks; None: all.
-    """
-
-    new_tokens: int | None
-    sampling: Sampling
-    seed: int = 0
-    stop: Sequence[str] = ()
-    skip_special_tokens: bool = True
-    piece: int | None = 1
-
-
 def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
     """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
-    tokenizer, model, params, special = tokenizer_of(writer), writer.sharded_model, writer.params, writer.special
-    new_tokens, skip = writing.new_tokens, writing.skip_special_tokens
-    chosen: dict[str, Any] = {"sampling": writing.sampling, "seed": writing.seed, "stop": writing.stop}
-    if answers:
-        assert writer.chat is not None
-        tokens, room = encode_questions(model, tokenizer, writer.chat, texts)
-        new_tokens = max(1, min(_ANSWER_TOKENS if new_tokens is None else new_tokens, room))
-        ends, begins = answer_ends(writer.chat, tokenizer), [True] * len(texts)
-    else:
-        encoded = encode_prompts(model.model, tokenizer, texts, add_special_tokens=special.added)
-        if new_tokens is None:
-            new_tokens = default_new_tokens(decoder_of(model.model), encoded)
-        tokens, begins = encoded.tokens, [not given for given in encoded.given]
-        ends = {*special.stop, *(() if encoded.end is None else (encoded.end,))}
-        for row, given in enumerate(encoded.given):
-            if given:
-                yield Written(row, tokenizer.decode(given))
-    yield from write_texts(
-        model,
-        params,
-        tokenizer,
-        tokens,
-        new_tokens=new_tokens,
-        stop_tokens=ends,
-        hidden=special_tokens(tokenizer) if skip else (),
-        begins=begins,
-        piece=writing.piece,
-        **chosen,
-    )
+    special, chat = (SpecialTokens(), writer.chat) if answers else (writer.special, None)
+    writing = dataclasses.replace(writing, add_special_tokens=special.added, stop_tokens=special.stop)
+    return write_texts(writer.sharded_model, writer.params, tokenizer_of(writer), texts, writing, chat)
 
 
 def sample_text(run: "Run", state: "TrainState", progress: "Progress") -> str | None:
@@ -302,16 +260,17 @@ def sample_text(run: "Run", state: "TrainState", progress: "Progress") -> str | 
     prompt, form = settings.sample_prompt, format_of_reading(run.data.reading)
     if prompt is None or tokenizer is None or run.step.model.decoder is None:
         return None
-    options = {"sampling": Sampling(settings.sample_temperature), "seed": run.config.seed}
-    new_tokens, model, params = settings.sample_tokens, run.step.sharded_model, state.evaluation_params
+    # Rows of plain text have no special tokens.
+    sampling = Sampling(settings.sample_temperature)
+    writing = Writing(settings.sample_tokens, sampling, run.config.seed, add_special_tokens=False)
+    if form is None:
+        room = room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt)))
+        writing = dataclasses.replace(writing, new_tokens=min(settings.sample_tokens, room))
     try:
         with progress.phase("sampling"):
-            if form is not None:
-                answers = answer_questions(model, params, tokenizer, form, [prompt], new_tokens=new_tokens, **options)
-                return f"{prompt}\n\n{answers[0]}"
-            new_tokens = min(new_tokens, room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt))))
-            options["add_special_tokens"] = False  # rows of plain text have none
-            return generate_text(run.step, params, tokenizer, [prompt], new_tokens=new_tokens, **options)[0]
+            model, params = run.step.sharded_model, state.evaluation_params
+            (text,) = whole_texts(model, params, tokenizer, [prompt], writing, form)
+            return text if form is None else f"{prompt}\n\n{text}"
     except UserError as error:  # the run is done: it is not lost over its sample
         progress.message(f"no sample: {error}")
         return None

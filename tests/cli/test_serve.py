@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -52,15 +51,15 @@ def test_answers_are_those_of_the_model(opened):
     """From a published folder over the engine and HTTP: greedy text is that of `generate_ids`."""
     from starlette.testclient import TestClient
 
-    started = start_service(opened, slots=2, length=32, queue=4)
+    service = start_service(opened, slots=2, length=32, queue=4)
     try:
-        with TestClient(build_app(started.service), "http://localhost") as client:
+        with TestClient(build_app(service), "http://localhost") as client:
             body = {"model": "tiny", "prompt": ["Hello", "A"], "max_tokens": 6, "temperature": 0, "logprobs": 1}
             found = client.post("/v1/completions", json=body).json()
             chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi" * 8}]}
             refused = client.post("/v1/chat/completions", json=chat).json()
     finally:
-        started.close()
+        service.close()
     encoded = [np.array(list(text.encode()), np.int32) for text in body["prompt"]]
     expected_BT = generate_ids(
         opened.sharded_model, opened.params, encoded, new_tokens=6, sampling=jt.Sampling(temperature=0)
@@ -71,13 +70,13 @@ def test_answers_are_those_of_the_model(opened):
         assert choice["text"] == TOKENIZER.decode(kept.tolist())
         assert [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"]] == choice["logprobs"]["tokens"]
     assert "a prompt has 35 tokens, and 1 or more are to follow" in refused["error"]["message"]
-    assert started.service.engine is not None
-    assert started.service.engine.counters().compiled == 0
+    assert service.engine is not None
+    assert service.engine.counters().compiled == 0
 
 
 @pytest.mark.long
 def test_the_process_from_start_to_sigterm(folder, tmp_path):
-    """A key from a file, the real client, an answer and half a body when the signal comes, and exit code 0."""
+    """A key from a file, the real client, an answer that runs when the signal comes, and exit code 0."""
     (tmp_path / "key").write_text("s3cret\n")
     words = ["serve", str(folder), "--port", "0", "--slots", "2", "--api-key-file", str(tmp_path / "key")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -91,19 +90,12 @@ def test_the_process_from_start_to_sigterm(folder, tmp_path):
         assert process.stdout is not None
         ready = process.stdout.readline()
         assert ready.startswith("ready: http://127.0.0.1:"), process.communicate()
-        host, port = ready.split()[1].removeprefix("http://").split(":")
-        with (
-            openai.OpenAI(base_url=f"{ready.split()[1]}/v1", api_key="s3cret", max_retries=0) as client,
-            socket.create_connection((host, int(port)), timeout=20) as half,
-        ):
-            key = b"Authorization: Bearer s3cret"
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + key + b"\r\nContent-Length: 9\r\n\r\n{")
+        with openai.OpenAI(base_url=f"{ready.split()[1]}/v1", api_key="s3cret", max_retries=0) as client:
             stream = client.completions.create(model="mine", prompt="a", max_tokens=60, stream=True)
             pieces = [next(stream)]
             process.send_signal(signal.SIGTERM)
             pieces += list(stream)
             assert pieces[-1].choices[0].finish_reason in ("length", "stop")
-            assert half.recv(100).startswith(b"HTTP/1.1 503")
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "")
         assert "finishing what runs" in err

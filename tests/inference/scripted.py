@@ -29,13 +29,7 @@ def repeats(request: Request) -> list[int]:
 
 
 class ScriptedEngine:
-    """Answers each request with what a function says.
-
-    Args:
-        says: the tokens of an answer; fewer are given where fewer were asked for.
-        seconds: between two of them.
-        most: requests that run at a time; further ones find the queue full.
-    """
+    """Answers each request with what a function says, `seconds` between tokens, for at most `most` at a time."""
 
     length = LENGTH
 

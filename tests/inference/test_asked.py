@@ -1,7 +1,5 @@
 """What benchmarks ask of a model, without lm-eval: against log-softmax and argmax of logits, row by row in NumPy."""
 
-import string
-
 import jax
 import numpy as np
 import pytest
@@ -85,20 +83,6 @@ def test_log_likelihoods_are_those_of_single_rows(asked, log_softmax):
         assert is_greedy == bool((logs.argmax(-1) == continuation).all()), name
 
 
-def test_greedy_continuations_are_known_as_such(asked, sharded, params):
-    prompts = list(string.ascii_lowercase[:8])
-    letters = zip(prompts, asked.answer([(prompt, {"max_gen_toks": 1}) for prompt in prompts], task="t"), strict=True)
-    # Bytes of an untrained model: half of them are letters of ASCII, which a text can hold alone.
-    prompt, letter = next((prompt, letter) for prompt, letter in letters if letter.isascii() and letter.isprintable())
-    pairs = [(prompt, letter), (prompt, "b" if letter == "a" else "a")]
-    assert [greedy for _, greedy in asked.score_continuations(pairs)] == [True, False]
-    (answer,) = asked.answer([("To be", {"max_gen_toks": 5})], task="t")
-    greedy = jt.Sampling(temperature=0)
-    new = jt.generate_text(sharded, params, ByteTokenizer(), ["To be"], new_tokens=5, sampling=greedy)[0]
-    ids = new.removeprefix("To be")
-    assert answer == ids
-
-
 def test_a_text_is_the_sum_of_its_windows(asked, log_softmax):
     texts = [[97 + i % 26 for i in range(length)] for length in (0, 1, LENGTH, LENGTH + 1, 2 * LENGTH + 5)]
     for ids, found in zip(texts, asked.score_texts([bytes(ids).decode() for ids in texts]), strict=True):
@@ -151,7 +135,7 @@ def test_answers_end_before_the_first_stop_and_batches_do_not_matter(asked):
 
 def test_settings_of_tasks():
     asked = read_generation({"until": "\n", "max_tokens": 3}, task="t")
-    assert (asked.until, asked.new_tokens, asked.sampling) == (("\n",), 3, jt.Sampling(0.0))
+    assert (asked.stop, asked.new_tokens, asked.sampling) == (("\n",), 3, jt.Sampling(0.0))
     assert read_generation({}, task="t").new_tokens == 256
     assert read_generation({"do_sample": True}, task="t").sampling == jt.Sampling(1.0)
     assert read_generation({"do_sample": False, "temperature": 0.7}, task="t").sampling == jt.Sampling(0.0)

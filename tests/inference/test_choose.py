@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.errors import ConfigError
 from jaxtrain.inference.sampling import bias_rows, choose_rows, log_probabilities_of, row_sampling
 
 TIES = [1.0, 3.0, 3.0, 3.0, -2.0]
@@ -29,8 +28,6 @@ def draws(logits: list[float], count: int = 100, **sampling: Any) -> set[int]:
 RULES = {
     "greedy takes the first of equals": (TIES, dict(temperature=0), {1}),
     "top_k of 1": (TIES, dict(temperature=1.0, top_k=1), {1}),
-    "a top_p that float32 rounds to 0": (TIES, dict(temperature=1.0, top_p=1e-60), {1}),
-    "a subnormal temperature": (TIES, dict(temperature=1e-38), {1}),
     "top_k among equals": (TIES, dict(temperature=1.0, top_k=2), {1, 2}),
     "top_p among equals": (TIES, dict(temperature=1.0, top_p=0.5), {1, 2}),
     "3 / 1.2e-38 is more than float32 holds": (TIES, dict(temperature=1.2e-38), {1, 2, 3}),
@@ -68,10 +65,6 @@ def test_a_row_depends_on_neither_slot_nor_neighbours():
     np.testing.assert_array_equal(together[order], moved)
     alone = chosen_of(logits[2:3], row_sampling(kinds[2:3], [2]), positions[2:3], **none, bias_SV=None)
     assert alone[0] == together[2]
-    # Another position draws another number.
-    others = {int(chosen_of(logits[:1], row_sampling(kinds[:1], [0]), jnp.array([at]), **none, bias_SV=None)[0])
-              for at in range(20)}  # fmt: skip
-    assert len(others) > 1
 
 
 PENALTIES = {
@@ -109,8 +102,3 @@ def test_log_probabilities_are_of_the_raw_logits():
     np.testing.assert_array_equal(ids, jnp.argsort(-wanted)[:, :4])
     np.testing.assert_allclose(values, jnp.sort(wanted)[:, ::-1][:, :4], atol=2e-6)
     assert log_probabilities_of(logits, jnp.array([3, 49]), 0)[1].shape == (2, 0)
-
-
-def test_a_bias_of_a_token_that_is_not_there_is_one_line():
-    with pytest.raises(ConfigError, match=r"^logit_bias names token 9; the vocabulary has 0 to 4$"):
-        bias_rows([jt.Sampling(logit_bias={9: 1.0})], 5)

@@ -11,7 +11,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.programs import Programs
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.sampling import Sampling, bias_rows, choose_rows, row_sampling
 
@@ -145,20 +144,17 @@ def check_like_alone(engine: Engine, alone: Any, requests: list[Request], *, thr
         np.testing.assert_allclose([one.log_probability for one in found], log_probabilities, rtol=0, atol=1e-3)
 
 
-def test_a_request_gets_what_it_would_get_alone(engine, alone):
+@pytest.mark.parametrize(
+    ("count", "threads"), [pytest.param(20, 4, id="20"), pytest.param(200, 7, id="200", marks=pytest.mark.long)]
+)
+def test_a_request_gets_what_it_would_get_alone(engine, alone, count, threads):
     """Whatever its slot, its neighbours, and what was in the slot before."""
-    check_like_alone(engine, alone, random_requests(20, seed=0), threads=4)
+    check_like_alone(engine, alone, random_requests(count, seed=0), threads=threads)
     counters = engine.counters()
     assert counters.compiled == 0
     assert counters.finished == counters.requests
     assert counters.cached_tokens > 0
     assert (counters.slots_in_use, counters.queued) == (0, 0)
-
-
-@pytest.mark.long
-def test_200_requests_get_what_they_would_get_alone(engine, alone):
-    check_like_alone(engine, alone, random_requests(200, seed=1), threads=7)
-    assert engine.counters().compiled == 0
 
 
 def test_alternatives_have_the_log_probabilities_of_a_forward_pass(engine, alone):
@@ -191,18 +187,3 @@ def test_a_sharded_engine_gives_what_one_device_gives(model, alone):
     with Engine(sharded_model, placed, slots=4, chunk=8) as engine:
         check_like_alone(engine, alone, random_requests(12, seed=3), threads=3)
         assert engine.counters().compiled == 0
-
-
-@pytest.mark.long
-def test_what_zero_shards_over_data_is_gathered_once_before_the_first_step() -> None:
-    """Parameters of a step with ZeRO, which an engine would gather for each token if they stayed in parts."""
-    model = jt.build_model(SMALL, input_shape=(LENGTH,), vocab_size=VOCABULARY)
-    mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
-    sharded_model = jt.shard_model(model, mesh=mesh, parallelism=jt.Parallelism(zero=1))
-    params = jax.tree.map(
-        lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding), sharded_model.abstract_params
-    )
-    assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
-    programs = Programs(sharded_model, params, slots=2, length=8, chunk=4, cache_dtype=None)
-    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(programs.params))
-    jax.tree.map(np.testing.assert_array_equal, programs.params, params)

@@ -14,12 +14,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.inference.engine import engine as engine_module
-from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.engine.programs import Chosen
+from jaxtrain.inference.engine.engine import Engine, Scheduler
+from jaxtrain.inference.engine.programs import Chosen, Chunk
 from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
-from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.decoder import NOWHERE, Decoder
+from jaxtrain.models.decoder import Decoder
 
 VOCABULARY = 1000
 
@@ -30,7 +29,6 @@ class CountingPrograms:
     def __init__(self, *_: Any, slots: int, chunk: int, **__: Any):
         self.slots, self.chunk, self.vocab_size, self.params = slots, chunk, VOCABULARY, {}
         self.runs: list[str] = []
-        self.positions: list[list[int]] = []
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
@@ -47,11 +45,10 @@ class CountingPrograms:
         return Chosen(tokens + 1, np.zeros(tokens.shape), nothing, nothing)
 
     def decode(self, tokens_S: Any, positions_S: Any, rows: Any, *, wants_top: bool) -> Chosen:
-        self.positions.append(positions_S.tolist())
         return self._chosen(tokens_S, "decode")
 
-    def prefill(self, slot: int, tokens: list[int], *_: Any, **__: Any) -> Chosen:
-        return self._chosen(np.array(tokens[-1:]), f"prefill {slot}")
+    def prefill(self, chunk: Chunk) -> Chosen:
+        return self._chosen(chunk.tokens_C[-1:], f"prefill {chunk.slot}")
 
     def copy(self, source: int, target: int) -> None:
         self.runs.append(f"copy {source} to {target}")
@@ -138,17 +135,6 @@ def test_a_prompt_that_another_slot_has_read_is_copied():
     assert [run for run in programs.runs if run != "decode"] == ["prefill 0", "copy 0 to 1", "prefill 1", "prefill 2"]
     assert [ticket.cached_tokens for ticket in tickets] == [0, 29, 0]  # less than 16 tokens are not worth a copy
     assert scheduler.counters.cached_tokens == 29
-
-
-def test_a_slot_without_an_answer_is_written_nothing_and_makes_nobody_read_its_old_text():
-    programs: Any = CountingPrograms(slots=2, chunk=40)
-    waiting: deque[Ticket] = deque()
-    scheduler = Scheduler(programs, waiting)
-    for one in (request(length=30, new_tokens=1), request(100, new_tokens=3)):
-        waiting.append(Ticket(one))
-    while not scheduler.is_idle:
-        scheduler.step()
-    assert programs.positions == [[NOWHERE, 1], [NOWHERE, 2]]
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):

@@ -1,18 +1,21 @@
-"""Generation: equal to full forward passes, each row in its own way, what it compiles, and prompts."""
+"""Generation: equal to full forward passes, each row in its own way, what it compiles, and texts as they come."""
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import generate_ids, generation_pieces
+from jaxtrain.inference.decoding import Generated, Writing, generate_ids, generation_pieces
+from jaxtrain.inference.generate import TextStream, whole_texts
+from jaxtrain.models.model import Decoder
 
 GREEDY = jt.Sampling(temperature=0)
 LENGTH, VOCABULARY, NEW = 64, 40, 12
@@ -37,12 +40,6 @@ def moved(sharded: jt.ShardedModel, by: float) -> Any:
     params, _ = jax.jit(sharded.init)(jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 64))
     return jax.tree.map(lambda leaf: leaf + by * jax.random.normal(next(keys), leaf.shape), params)
-
-
-def generate_rows(*arguments: Any, **options: Any) -> Any:
-    """What was generated, with its counts."""
-    (found,) = generation_pieces(*arguments, **options)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +77,8 @@ def test_a_row_ends_at_its_stop_token_and_the_program_when_all_rows_have(sharded
 
     watched = dataclasses.replace(sharded.model, decoder=dataclasses.replace(decoder, decode=decode))
     stops = {int(greedy[0, 1]), int(greedy[1, 2]), int(greedy[2, 2])}
-    ended = generate_rows(
-        dataclasses.replace(sharded, model=watched), params, PROMPTS, new_tokens=NEW, sampling=GREEDY, stop_tokens=stops
-    )
+    watched = dataclasses.replace(sharded, model=watched)
+    (ended,) = generation_pieces(watched, params, PROMPTS, Writing(NEW, GREEDY, stop_tokens=stops))
     jax.effects_barrier()
     assert len(calls) <= 2
     for row, wanted in enumerate(greedy):
@@ -110,8 +106,7 @@ def test_a_row_is_what_it_is_alone(sharded, params):
 @pytest.mark.long
 def test_pieces_are_parts_of_the_whole(sharded, params, greedy):
     ended, before = np.zeros(3, bool), 0
-    options: dict[str, Any] = dict(new_tokens=NEW, sampling=GREEDY, piece=5, ended_B=ended)
-    for found in generation_pieces(sharded, params, PROMPTS, **options):
+    for found in generation_pieces(sharded, params, PROMPTS, Writing(NEW, GREEDY, piece=5), ended):
         upto = int(found.counts[0])
         assert upto > before
         before = upto
@@ -185,21 +180,24 @@ def test_a_mesh_changes_no_token(params, greedy):
 
 
 WRONG = {
-    "an id beyond the vocabulary": ([[1, 2], [3, 40]], "token 40, but the model's vocabulary has 40"),
-    "an empty prompt": ([[1], []], "at least one prompt and token"),
+    "an id beyond the vocabulary": (dict(encoded=[[1, 2], [3, 40]]), r"ids below 40 \(the largest is 40\)"),
+    "an empty prompt": (dict(encoded=[[1], []]), "at least one token"),
+    "too few samplings": (dict(sampling=[GREEDY]), "1 samplings and 3 seeds for 3 prompts"),
+    "a dtype": (dict(cache_dtype="int4"), "cache_dtype"),
 }
 
 
-@pytest.mark.parametrize(("prompts", "said"), WRONG.values(), ids=WRONG)
-def test_no_prompt_is_read_as_another(sharded, prompts, said):
-    encoded = [np.array(ids, np.int32) for ids in prompts]
-    with pytest.raises(ConfigError, match=said):
-        generate_ids(sharded, sharded.abstract_params, encoded, new_tokens=2, sampling=GREEDY)
+@pytest.mark.parametrize(("wrong", "words"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_continued_is_one_line(sharded, params, wrong, words):
+    given: Any = {"encoded": PROMPTS, "new_tokens": 2, "sampling": GREEDY, **wrong}
+    with pytest.raises(ConfigError, match=words) as caught:
+        generate_ids(sharded, params, **{**given, "encoded": [np.array(ids, np.int32) for ids in given["encoded"]]})
+    assert "\n" not in str(caught.value)
 
 
 def test_texts_that_the_model_cannot_read_are_refused(sharded):
     given = (sharded, sharded.abstract_params)
-    with pytest.raises(ConfigError, match="use its own tokenizer"):
+    with pytest.raises(ConfigError, match="use the model's own tokenizer"):
         jt.generate_text(*given, ByteTokenizer(), ["zz"], new_tokens=2, sampling=GREEDY)
     # An argument of the command line that is not UTF-8 is such a text; the tokenizers library raises a TypeError.
     tokenizer = BpeTokenizer(Tokenizer(models.BPE({"a": 0}, [])))
@@ -207,16 +205,50 @@ def test_texts_that_the_model_cannot_read_are_refused(sharded):
         jt.generate_text(*given, tokenizer, ["a\udcff"], new_tokens=2, sampling=GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (dict(sampling=[GREEDY]), "1 samplings and 3 seeds for 3 prompts"),
-        (dict(seed=[1, 2]), "2 seeds for 3 prompts"),
-        (dict(cache_dtype="int4"), "cache_dtype"),
-    ],
-    ids=["samplings", "seeds", "a dtype"],
-)
-def test_rows_that_mean_nothing_are_one_line(sharded, params, wrong, words):
-    with pytest.raises(ConfigError, match=words) as caught:
-        generate_ids(sharded, params, PROMPTS, **{**dict(new_tokens=2, sampling=GREEDY), **wrong})
-    assert "\n" not in str(caught.value)
+def spaced() -> BpeTokenizer:
+    """Words with SentencePiece's mark for a space, and bytes for what is no word."""
+    words = ["<unk>", "a", "▁the", "▁cat", "s", "</s>", *(f"<0x{byte:02X}>" for byte in "é€".encode())]
+    model = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(parts)  # pyright: ignore[reportAttributeAccessIssue] a setter
+    return BpeTokenizer(model)
+
+
+def fed(stream: TextStream, tokens) -> list[str]:
+    return [*(stream.feed(token) for token in tokens), stream.finish()]
+
+
+BYTES = ByteTokenizer()
+ROWS = {
+    "a character when its bytes are there": (BYTES, "é€".encode(), {}, ["", "é", "", "", "€", ""]),
+    "a character that never ends": (BYTES, b"a\xe2\x82", {}, ["a", "", "", "\ufffd"]),
+    "bytes that begin nothing do not wait": (BYTES, b"\xff" * 5, {}, ["", "", "", "\ufffd", "\ufffd", "\ufffd" * 3]),
+    "a stop string": (BYTES, b"abENDc", dict(stop=["END"]), ["a", "b", "", "", "", "", ""]),
+    "a stop string that is none": (BYTES, b"aENx", dict(stop=["END"]), ["a", "", "", "ENx", ""]),
+    "a stop token": (BYTES, b"ab\x00c", dict(stop_tokens=[0]), ["a", "b", "", "", ""]),
+    "a stop token gives out what was held": (BYTES, b"aE\x00", dict(stop=["END"], stop_tokens=[0]), ["a", "", "E", ""]),
+    "spaces before words stay": (spaced(), [2, 3, 4], {}, [" the", " cat", "s", ""]),
+    "bytes between words": (spaced(), [2, 6, 7, 3], {}, [" the", "", "é", " cat", ""]),
+    "a byte that is wrong": (spaced(), [2, 6, 3], {}, [" the", "", "\ufffd cat", ""]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokenizer", "tokens", "options", "wanted"), ROWS.values(), ids=ROWS)
+def test_what_each_token_gives_out(tokenizer, tokens, options, wanted):
+    stream = TextStream(tokenizer, **options)
+    assert fed(stream, tokens) == wanted
+    ends = [chr(token) for token in options.get("stop_tokens", ())] + list(options.get("stop", ()))
+    text = tokenizer.decode(list(tokens)) if tokenizer is BYTES else ""
+    assert stream.stopped == any(end in text for end in ends)
+
+
+def test_only_a_text_that_stands_alone_loses_its_first_space(monkeypatch):
+    made = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "▁b": 3}, merges=[("▁", "b")]))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue] a setter
+    made.decoder = decoders.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue] a setter
+    found = Generated(np.full((2, 1), 3), np.ones(2, np.int32))
+    monkeypatch.setattr("jaxtrain.inference.generate.generation_pieces", lambda *_, **__: iter([found]))
+    decoder = Decoder(lambda *_: {}, lambda *_: None, max_length=8)
+    model: Any = SimpleNamespace(model=SimpleNamespace(decoder=decoder))
+    found = whole_texts(model, {}, BpeTokenizer(made), ["a", ""], Writing(1, GREEDY))
+    assert found == ["a b", "b"]

@@ -125,10 +125,8 @@ def test_weights_keep_their_dtypes(tmp_path):
         np.testing.assert_array_equal(weights[name], leaf)
     program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
     for count in (1, 5):
-        outputs = program.call(weights, some(rows, count))
-        assert {name: (value.shape, value.dtype) for name, value in outputs.items()} == {
-            "outputs": ((count, 3), np.float32)
-        }
+        (value,) = program.call(weights, some(rows, count)).values()
+        assert (value.shape, value.dtype) == ((count, 3), np.float32)
 
 
 RUN = {
@@ -185,21 +183,10 @@ def test_runs_on_texts_say_their_inputs(tmp_path, cli):
     np.testing.assert_allclose(found, run.predict(inputs), rtol=1e-4, atol=1e-5)
 
 
-# Words after `export RUN` -> exit code and what the line says.
-WRONG = {
-    "no folder": (("--to", "stablehlo"), 2, "-o/--output is missing"),
-    "a folder that is used": (("-o", "full", "--to", "stablehlo"), 2, "full is there and not empty; name a new folder"),
-    "no step": (("-o", "a", "--to", "stablehlo", "--step", "7"), 4, "no checkpoint of step 7"),
-}
-
-
-@pytest.mark.parametrize(("words", "code", "line"), WRONG.values(), ids=WRONG)
-def test_a_mistake_is_one_line(words, code, line, run_dir, tmp_path, monkeypatch, cli):
+def test_a_folder_that_is_used_is_refused_in_one_line(run_dir, tmp_path, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    answer = cli("export", str(run_dir), *words)
-    assert (answer.code, answer.out) == (code, "")
-    assert line in answer.err
-    assert answer.err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    answer = cli("export", str(run_dir), "-o", "full", "--to", "stablehlo")
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert "full is there and not empty; name a new folder" in answer.err

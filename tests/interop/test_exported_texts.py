@@ -12,7 +12,7 @@ from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.config.published import settings_of
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
-from jaxtrain.inference.chat import answer_ends
+from jaxtrain.inference.prompts import text_ends
 from jaxtrain.interop.write import Origin, Texts, companions, write_published
 from jaxtrain.run.import_run import import_run
 from jaxtrain.run.open_model import open_served
@@ -88,7 +88,7 @@ def asked(form, tokenizer):
     """How a question is written, and the ids at which its answer ends."""
     template = compile_template(form, today=datetime.date(2024, 7, 26))
     text = render(template, [{"role": "user", "content": "Why?"}], prompt=True, where="here").text
-    return text, answer_ends(form, tokenizer)
+    return text, text_ends(tokenizer, chat=form)
 
 
 def of_run(path):

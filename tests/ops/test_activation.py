@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.model import MLPConfig
 from jaxtrain.models.layers import Norm
-from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.elementwise import gelu
-from jaxtrain.ops.experts.compute import Kernels, grouped_experts
 
 
 @jax.jit
@@ -69,28 +66,3 @@ def test_gradients_are_finite_wherever_float16_is():
                 np.testing.assert_allclose(np.float32(one), other, rtol=tolerance, atol=tolerance, err_msg=name)
     ends = jnp.asarray([-65504, -300, -16, 16, 300, 65504], jnp.float16)
     np.testing.assert_array_equal(slopes(ends)[1], [0, 0, 0, 1, 1, 1])
-
-
-def test_mlp_with_gelu_has_finite_gradients_in_float16():
-    model = mlp(MLPConfig(hidden_dims=(4,), activation="gelu", num_outputs=2), input_shape=(3,))
-    shapes, model_state = jax.eval_shape(model.init, jax.random.key(0))
-    params = jax.tree.map(lambda p: np.full(p.shape, 0.5, np.float16), shapes)
-    x = jnp.full((2, 3), 1000.0, jnp.float16)
-
-    def loss(params):
-        return jnp.sum(model.apply(params, model_state, x, key=None, train=True)[0].astype(jnp.float32))
-
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
-
-
-def test_experts_with_gelu_have_finite_gradients_in_float16():
-    x = jnp.ones((4, 2), jnp.float16)
-    up = jnp.full((1, 2, 3), 150.0, jnp.float16)  # 300 in the hidden layer
-    kernels = Kernels(up, None, jnp.full((1, 3, 2), 0.1, jnp.float16))
-    weights = jnp.ones((*x.shape[:-1], 1), jnp.float32)
-
-    def loss(kernels):
-        return jnp.sum(grouped_experts(x, weights, jnp.zeros(weights.shape, jnp.int32), kernels).astype(jnp.float32))
-
-    # 4 tokens, x = 1, slope 1, two outputs of 0.1 each.
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(kernels).up, np.full((1, 2, 3), 0.8), rtol=2e-3)

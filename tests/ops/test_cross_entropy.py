@@ -3,7 +3,6 @@
 Shapes: B batch, L sequence, D embed, V vocabulary.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.tasks import build_task, language_modeling
+from jaxtrain.models.tasks import language_modeling
 from jaxtrain.ops.loss.blocks import Logits, block_bytes, choose_blocks
-from jaxtrain.ops.loss.cross_entropy import DeferredLogits, compute_logits, cross_entropy_sums
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy_sums
 
 B, L, D, V = 2, 21, 16, 300
 
@@ -123,20 +121,6 @@ def test_sums_and_gradients_are_those_of_the_formula(name: str) -> None:
         assert np.linalg.norm(gradient - expected) <= (close + rounding) * np.linalg.norm(expected)
 
 
-def test_no_gradient_flows_to_weights() -> None:
-    logits, targets, weights = jnp.arange(8.0).reshape(1, 2, 4), jnp.array([[0, 3]]), jnp.ones((1, 2))
-    found = jax.grad(lambda weights: cross_entropy_sums(logits, targets, weights, z_loss=1e-4).total)(weights)
-    np.testing.assert_array_equal(found, 0)
-
-
-def test_deferred_logits_are_computed_wherever_they_stand() -> None:
-    hidden, kernel, *_ = inputs(ROWS["whole"])
-    found = compute_logits({"logits": DeferredLogits(hidden, kernel), "load": jnp.ones(3)})
-    expected = np.asarray(hidden) @ np.asarray(kernel)
-    np.testing.assert_allclose(found["logits"], expected, rtol=1e-5, atol=1e-5)  # 16 products
-    assert found["load"].shape == (3,)
-
-
 CHOICES = {
     "bytes on a CPU": ((4096, 384, 256, 4), "whole", 1),
     "GPT-2, 4 rows": ((4096, 768, 50257, 2), "whole", 1),
@@ -177,19 +161,6 @@ def test_memory_of_a_large_vocabulary_falls_at_least_fourfold() -> None:
     whole = temporaries("whole")
     assert whole >= 4 * 8192 * 128_256, "the plain loss must hold all logits, or the comparison says nothing"
     assert temporaries(None) * 4 <= whole
-
-
-def test_options_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"loss\.block=64"):
-        build_task(load_config("quickstart", overrides=["loss.block=64"]).config)
-    with pytest.raises(ConfigError, match=r"loss\.block=64 has no effect with loss\.logits=whole"):
-        language_modeling(logits="whole", block=64)
-
-
-def test_a_loss_put_in_the_place_of_the_task_s_own_is_that_of_evaluation_too_and_gets_logits() -> None:
-    task = dataclasses.replace(language_modeling(), loss=lambda outputs, batch: (jnp.sum(outputs), jnp.float32(1), {}))
-    assert task.evaluation is task.loss
-    assert not task.takes_deferred_logits
 
 
 def test_tokens_are_refused_in_fp16() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from dense_experts import dense_experts
 
-from jaxtrain.ops.experts import triton
 from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts, route, router_loss
 from jaxtrain.ops.experts.grouped import BLOCKED, multiply_groups, tiled
 
@@ -70,18 +69,6 @@ def test_one_choice_without_a_gate():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, expected)
 
 
-def test_bfloat16_stays_close():
-    weights, ids = np.full((BATCH, LENGTH, 2), 0.5, np.float32), best(2)
-    x, kernels = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (X, KERNELS))
-    y = jax.jit(grouped)(x, weights, ids, kernels)
-    assert y.dtype == jnp.bfloat16
-    (_, in_float32), _ = outputs_and_gradients(
-        dense_experts, *jax.tree.map(np.float32, (x, weights)), ids, jax.tree.map(np.float32, kernels)
-    )
-    # bfloat16 holds 8 bits; the hidden layer and the outputs, of size up to 2, are rounded to it.
-    np.testing.assert_allclose(np.float32(y), in_float32, rtol=0.02, atol=0.05)
-
-
 # Rows of each of three experts, of 256.
 GROUPS = {
     "even, some unfilled": (70, 70, 70),
@@ -121,12 +108,6 @@ def test_forms_multiply_each_group_with_its_kernel(form, width, groups):
     close(rows_gradient[:filled], np.einsum("RO,RIO->RI", target[:filled], kernels[of_row]))
     expected = [rows[:filled][of_row == e].T @ target[:filled][of_row == e] for e in range(3)]
     close(kernels_gradient, np.stack(expected))
-
-
-def test_tiles_are_little_more_than_the_rows():
-    """What the kernels for NVIDIA multiply at most, over what was routed."""
-    for num_rows, num_experts in ((8192, 8), (65536, 64)):
-        assert triton.num_tiles(num_rows, num_experts) * triton.TILE <= 1.15 * num_rows
 
 
 @pytest.mark.parametrize("choices", [1, 3])

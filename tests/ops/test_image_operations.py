@@ -41,16 +41,12 @@ def agree(fast, plain, *arguments, rtol=RTOL, atol=ATOL):
     [
         pytest.param(4, 8, 16, 1, 1, id="a 1x1 kernel is one product"),
         pytest.param(5, 8, 6, 1, 2, id="a 1x1 kernel with a stride, an odd side"),
-        pytest.param(
-            8, 4, 6, 1, 3, id="a 1x1 kernel with a stride that leaves pixels at the end", marks=pytest.mark.long
-        ),
         pytest.param(3, 64, 24, 3, 1, id="few pixels, many channels"),
         pytest.param(2, 4, 8, 3, 1, id="2x2 pixels: a product for each tap"),
         pytest.param(4, 4, 8, 3, 2, id="2x2 pixels by a stride"),
         pytest.param(2, 4, 8, 7, 2, id="a kernel larger than the image", marks=pytest.mark.long),
         pytest.param(3, 64, 4, 5, 1, id="few pixels, a 5x5 kernel", marks=pytest.mark.long),
         pytest.param(6, 4, 8, 3, 1, id="many pixels: plain, with gradients of its own"),
-        pytest.param(6, 64, 8, 3, 2, id="a stride: plain", marks=pytest.mark.long),
     ],
 )
 def test_convolutions_are_the_plain_ones(side, inputs, outputs, size, stride):
@@ -79,20 +75,6 @@ def test_products_of_taps_are_rounded_once():
 def test_batch_norm_is_the_plain_one(shape):
     arguments = (drawn(*shape), drawn(shape[-1], seed=1), drawn(shape[-1], seed=2))
     agree(images.batch_norm, images.reference_batch_norm, *arguments)
-
-
-def test_batch_norm_of_bfloat16_sums_in_float32():
-    x, scale, bias = drawn(4, 8, 8, 3, dtype=jnp.bfloat16), drawn(3, seed=1), drawn(3, seed=2)
-    # One rounding to bfloat16 of numbers up to 8.
-    agree(
-        lambda *a: images.batch_norm(*a)[0],
-        lambda *a: images.reference_batch_norm(*a)[0],
-        x,
-        scale,
-        bias,
-        rtol=0.01,
-        atol=0.02,
-    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from layouts import CASES, LAYOUTS, ONE, Layout, load_batches, make_step
 
-from jaxtrain.ops.attention import fused
 from jaxtrain.ops.attention import table as attention
 from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.reference import reference_attention
@@ -117,7 +116,7 @@ def test_on_the_shards_it_gives_the_losses_of_the_reference(monkeypatch, kernel:
         return kernel
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", pretended)
-    monkeypatch.setattr(fused, "_kernel", plain_splash)
+    monkeypatch.setattr(attention, "_kernel", plain_splash)
     rows = {
         "cudnn": counted(CUDNN, CUDNN.attend),
         "splash": counted(SPLASH, SPLASH.attend),

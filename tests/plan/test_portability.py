@@ -68,7 +68,7 @@ ACTIVATIONS = {
 
 
 def fp8_products(program: str) -> dict[str, tuple[int, int]]:
-    """Products of the scopes of `ops/low_precision.py` that multiply 8-bit numbers, and that multiply wider ones."""
+    """Products of the scopes of `ops/linear.py` that multiply 8-bit numbers, and that multiply wider ones."""
     counts = {name: [0, 0] for name in ("fp8_forward", "fp8_input_gradient", "fp8_kernel_gradient")}
     types: dict[str, str] = {}
     for line in program.splitlines():

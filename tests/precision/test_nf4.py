@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats import nf4 as nf4_blocks
-from jaxtrain.ops.low_precision import int8_matmul, nf4_matmul
+from jaxtrain.ops.linear import int8_matmul, nf4_matmul
 from jaxtrain.precision.kernels import quantize_kernel
 from jaxtrain.precision.nf4 import dequantize, quantize_nf4
 
@@ -105,7 +105,7 @@ def test_an_odd_number_of_inputs_is_refused():
 
 MATMULS = {
     "nf4": (nf4_matmul, lambda kernel: quantize_nf4(kernel, 1, 1)),
-    "int8": (int8_matmul, lambda kernel: quantize_kernel(kernel, 1, 1, activations=False)),
+    "int8": (int8_matmul, lambda kernel: quantize_kernel(kernel, 1, 1)),
 }
 
 

@@ -21,7 +21,7 @@ from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, log_
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout, logical_spec
-from jaxtrain.models.decoder import NOWHERE, make_cache
+from jaxtrain.models.decoder import NOWHERE
 from jaxtrain.models.model import Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
@@ -59,22 +59,19 @@ class CacheLayout:
         return jax.tree.map(put, cache, own, self.slot_dims)
 
 
-def cache_layout(
-    decoder: Decoder, layout: Layout, *, slots: int, length: int, chunk: int, dtype: DTypeLike
-) -> CacheLayout:
-    """Find the dims of a decoder's cache, and its shardings; the numbers are as for `make_cache`."""
+def cache_layout(decoder: Decoder, layout: Layout, *, slots: int, length: int, dtype: DTypeLike) -> CacheLayout:
+    """Find the dims of a decoder's cache, and its shardings."""
 
-    def shapes(slots: int, more: int = 0) -> Any:
-        return jax.eval_shape(lambda: make_cache(decoder, slots, length + more, dtype, chunk=chunk + more))
+    def shapes(slots: int, length: int) -> Any:
+        return jax.eval_shape(lambda: decoder.init_cache(slots, length, dtype))
 
     def differs(first: Any, other: Any) -> int:
         return next((dim for dim, size in enumerate(first.shape) if size != other.shape[dim]), -1)
 
-    cache = shapes(slots)
+    cache = shapes(slots, length)
     # Shapes alone say which dim is which, so that a decoder may arrange its cache as it likes.
-    slot_dims = jax.tree.map(differs, cache, shapes(slots + 1))
-    # A ring grows with the chunk, and the other caches with the length.
-    length_dims = jax.tree.map(differs, cache, shapes(slots, more=1))
+    slot_dims = jax.tree.map(differs, cache, shapes(slots + 1, length))
+    length_dims = jax.tree.map(differs, cache, shapes(slots, length + 1))
     assert all(dim >= 0 for dim in jax.tree.leaves(slot_dims)), "every array of a cache has a row per text"
 
     def sharding(leaf: Any, slot_dim: int, length_dim: int) -> NamedSharding:
@@ -167,33 +164,40 @@ def decode_slots(
     return replace(state, cache=cache, output_counts_SV=counts_SV), _described(logits_S1V[:, 0], chosen_S, wants_top)
 
 
-def prefill_chunk(
-    params: Params,
-    state: SlotState,
-    slot: jax.Array,
-    tokens_C: jax.Array,
-    begin: jax.Array,
-    count: jax.Array,
-    is_last: jax.Array,
-    row: RowSampling,
-    wants_top: jax.Array,
-    *,
-    decoder: Decoder,
-    layout: CacheLayout,
-) -> tuple[SlotState, Chosen]:
-    """Read a chunk of a prompt into a slot.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a prompt that are read into a slot at a time, numbers of NumPy.
 
-    The chunk is `count` tokens from position `begin` on, padded on the right, and the last one of the prompt or not;
-    all of them, slot and `wants_top` are int32 or bool [], and `row` has arrays [1].
-
-    Returns:
-        The state; and what follows the chunk, [1], zeros where the prompt goes on.
+    Attributes:
+        slot: whose prompt it is, int32 [].
+        tokens_C: ids, int32, padded on the right.
+        begin: position of the first, int32 [].
+        count: of them without the padding, int32 [].
+        is_last: whether the prompt ends with them, bool [].
+        row: how the token that follows is chosen, arrays [1].
+        wants_top: whether alternatives are asked for, bool [].
     """
-    own, order_C = layout.take(state.cache, slot), jnp.arange(tokens_C.shape[0], dtype=jnp.int32)
+
+    slot: Any
+    tokens_C: Any
+    begin: Any
+    count: Any
+    is_last: Any
+    row: RowSampling
+    wants_top: Any
+
+
+def prefill_chunk(
+    params: Params, state: SlotState, chunk: Chunk, *, decoder: Decoder, layout: CacheLayout
+) -> tuple[SlotState, Chosen]:
+    """Read a chunk of a prompt into a slot; what follows it is [1], zeros where the prompt goes on."""
+    slot, begin, count = chunk.slot, chunk.begin, chunk.count
+    own, order_C = layout.take(state.cache, slot), jnp.arange(chunk.tokens_C.shape[0], dtype=jnp.int32)
     positions_1C = jnp.where(order_C < count, begin + order_C, NOWHERE)[None]
     # The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
     feed = decoder.decode if decoder.deferred is None else decoder.deferred
-    outputs, own = feed(params, tokens_C[None], positions_1C, own)
+    outputs, own = feed(params, chunk.tokens_C[None], positions_1C, own)
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
 
     def following() -> Chosen:
@@ -204,19 +208,19 @@ def prefill_chunk(
             last_1V = jax.lax.dynamic_slice_in_dim(outputs[0], count - 1, 1)
         chosen_1 = choose_rows(
             last_1V,
-            row,
+            chunk.row,
             (begin + count)[None],
             prompt_counts_SV=one(state.prompt_counts_SV),
             output_counts_SV=one(state.output_counts_SV),
             bias_SV=one(state.bias_SV),
         )
-        return _described(last_1V, chosen_1, wants_top)
+        return _described(last_1V, chosen_1, chunk.wants_top)
 
     def nothing() -> Chosen:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(following))
 
-    chosen = jax.lax.cond(is_last, following, nothing)
-    counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(is_last.astype(jnp.int32))
+    chosen = jax.lax.cond(chunk.is_last, following, nothing)
+    counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(chunk.is_last.astype(jnp.int32))
     cache = layout.put(state.cache, own, slot)
     return replace(state, cache=cache, output_counts_SV=counts_SV), chosen
 
@@ -256,10 +260,7 @@ class Programs:
     Args:
         sharded_model: has a decoder without an encoder.
         params: of the model, on its mesh; also quantized.
-        slots: S.
-        length: positions of the cache.
-        chunk: C.
-        cache_dtype: of keys and values; None: the compute dtype.
+        slots, length, chunk, cache_dtype: as of `Engine`.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class Programs:
         assert decoder is not None
         self._model, self.slots, self.chunk = sharded_model, slots, chunk
         dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
-        self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, chunk=chunk, dtype=dtype)
+        self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
         # Once, and not in every step, which would read the parameters as they are stored.
         self.params = cast_floats(params, sharded_model.policy.compute_dtype)
         one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -284,7 +285,7 @@ class Programs:
             if sharded_model.layout.state_axes:
                 # Nor gather what ZeRO 1 and 2 shard over `data`.
                 self.params = jax.jit(hold_parameters)(self.params)
-            one_cache = jax.eval_shape(lambda: make_cache(decoder, 1, length, dtype, chunk=chunk))
+            one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
             logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
         self.vocab_size = logits.shape[-1]
         table = NamedSharding(
@@ -294,7 +295,7 @@ class Programs:
 
         def begin() -> SlotState:
             counts = jnp.zeros((slots, self.vocab_size), jnp.int32)
-            cache = make_cache(decoder, slots, length, dtype, chunk=chunk)
+            cache = decoder.init_cache(slots, length, dtype)
             return SlotState(cache, counts, counts, counts.astype(jnp.float32))
 
         with sharded_model.context():
@@ -334,10 +335,10 @@ class Programs:
             )
             prefills = {}
             for width in sorted(widths):
-                nothing = _chunk(0, [0] * width, width, 0, _greedy(1), False, False)
-                prefills[width] = compiled(read, fed, nothing, (placed, replicated))
+                prefills[width] = compiled(read, fed, (_nothing_to_read(width),), (placed, replicated))
             copy = compiled(functools.partial(copy_slot, layout=self._layout), one, (np.int32(0), np.int32(0)), placed)
-            penalties = compiled(set_penalties, one, (np.int32(0), *self._no_penalties()), placed)
+            none_V = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
+            penalties = compiled(set_penalties, one, (np.int32(0), *none_V), placed)
         self._decode, self._copy, self._set_penalties = decode.result(), copy.result(), penalties.result()
         self._prefill = {width: program.result() for width, program in prefills.items()}
 
@@ -346,22 +347,18 @@ class Programs:
         zeros_S = np.zeros(self.slots, np.int32)
         return zeros_S, zeros_S + np.int32(NOWHERE), _greedy(self.slots), np.bool_(False)
 
-    def _no_penalties(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
-
     def decode(self, tokens_S: np.ndarray, positions_S: np.ndarray, rows: RowSampling, *, wants_top: bool) -> Chosen:
         """Run `decode_slots`, and wait for what it chose."""
         given = (tokens_S, positions_S, rows, np.bool_(wants_top))
         self._state, chosen = self._decode(self.params, self._state, *given)
         return jax.device_get(chosen)
 
-    def prefill(
-        self, slot: int, tokens: list[int], begin: int, row: RowSampling, *, is_last: bool, wants_top: bool
-    ) -> Chosen:
-        """Run `prefill_chunk` with at most C tokens; what it gives is on the device still."""
-        width = next(width for width in self._prefill if width >= len(tokens))
-        given = _chunk(slot, tokens, width, begin, row, is_last, wants_top)
-        self._state, chosen = self._prefill[width](self.params, self._state, *given)
+    def prefill(self, chunk: Chunk) -> Chosen:
+        """Run `prefill_chunk` with at most C tokens, not padded; what it gives is on the device still."""
+        count = len(chunk.tokens_C)
+        width = next(width for width in self._prefill if width >= count)
+        padded = replace(chunk, tokens_C=np.pad(chunk.tokens_C, (0, width - count)))
+        self._state, chosen = self._prefill[width](self.params, self._state, padded)
         return chosen
 
     def copy(self, source: int, target: int) -> None:
@@ -380,18 +377,14 @@ class Programs:
         *given, _ = self._nothing_to_decode()
         self.decode(*given, wants_top=False)
         for width in self._prefill:
-            jax.block_until_ready(self.prefill(0, [0] * width, 0, _greedy(1), is_last=False, wants_top=False))
+            jax.block_until_ready(self.prefill(_nothing_to_read(width)))
         self.copy(0, 0)
-        self.set_penalties(0, *self._no_penalties())
+        self.set_penalties(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
 
 
-def _chunk(
-    slot: int, tokens: list[int], width: int, begin: int, row: RowSampling, is_last: bool, wants_top: bool
-) -> tuple[Any, ...]:
-    """What `prefill_chunk` is given after parameters and state."""
-    padded_C = np.array(tokens + [0] * (width - len(tokens)), np.int32)
-    numbers = np.int32(slot), padded_C, np.int32(begin), np.int32(len(tokens)), np.bool_(is_last)
-    return *numbers, row, np.bool_(wants_top)
+def _nothing_to_read(width: int) -> Chunk:
+    zero, no = np.int32(0), np.bool_(False)
+    return Chunk(zero, np.zeros(width, np.int32), zero, np.int32(width), no, _greedy(1), no)
 
 
 def _greedy(rows: int) -> RowSampling:

@@ -26,20 +26,23 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Ticket
-from jaxtrain.inference.server.answers import Answer, Choice, Piece, embedding_answer
+from jaxtrain.inference.generate import text_of_token
 from jaxtrain.inference.server.bodies import (
+    Answer,
     Call,
     ChatBody,
+    Choice,
     CompletionBody,
     EmbeddingBody,
+    Piece,
     PromptReader,
     RefusedError,
     chat_call,
     completion_call,
+    embedding_answer,
     embedding_texts,
     read_body,
 )
-from jaxtrain.inference.text_stream import TokenTexts
 from jaxtrain.runtime.terminal import print_remark
 
 _Result = TypeVar("_Result")
@@ -56,11 +59,9 @@ _OPEN = ("/", "/health")
 _LEFT_NO_ANSWER = 499
 # A client that still sends does not read an answer: so much of a body that is too large is read and thrown away.
 _MOST_DISCARDED = 256 * 2**20
-# Of a body that is still to come once the server is to end.
-_ENDING_SECONDS = 1.0
-# A client that takes nothing for so long counts as gone. It is less than the 30 seconds that Kubernetes leaves between
-# SIGTERM and the kill, so that a server ends in order although somebody does not read.
-SEND_SECONDS = 20.0
+# A client that takes nothing or sends no body for so long counts as gone. It is less than the 30 seconds that
+# Kubernetes leaves between SIGTERM and the kill, so that a server ends in order although somebody does not go on.
+CLIENT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Service:
         body_bytes: of one body, at most.
         body_seconds: from the first byte of a body to its last.
         compiled: counts the programs that `embed` compiled after its start.
+        summary: what is served, in words.
+        close: ends the engine; what runs is finished first.
     """
 
     name: str
@@ -90,8 +93,10 @@ class Service:
     most: int
     api_key: str | None = None
     body_bytes: int = 4 * 2**20
-    body_seconds: float = 30.0
+    body_seconds: float = CLIENT_SECONDS
     compiled: Callable[[], int] = lambda: 0
+    summary: str = ""
+    close: Callable[[], None] = lambda: None
 
 
 def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
@@ -101,9 +106,6 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
         service: what is served.
         host: where the server has no key, the one name or address besides localhost and loopback addresses that clients
             may have in the header Host.
-
-    Returns:
-        The application; `state.end` is to be called, on the event loop, once no more bodies are waited for.
     """
     endpoints = _Endpoints(service)
     table: list[tuple[str, str, _Handler]] = [
@@ -111,21 +113,23 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
         ("GET", "/health", endpoints.health),
         ("GET", "/metrics", endpoints.metrics),
         ("GET", "/v1/models", endpoints.models),
-        ("POST", "/v1/completions", endpoints.completions),
-        ("POST", "/v1/chat/completions", endpoints.chat),
-        ("POST", "/v1/embeddings", endpoints.embeddings),
     ]
+    if service.engine is not None:
+        table.append(("POST", "/v1/completions", endpoints.completions))
+        if service.reader.chat is not None:
+            table.append(("POST", "/v1/chat/completions", endpoints.chat))
+    if service.embed is not None:
+        table.append(("POST", "/v1/embeddings", endpoints.embeddings))
     routes = [Route(path, endpoints.guarded(handler, path, host), methods=[method]) for method, path, handler in table]
 
     def unknown(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = ", ".join(f"{method} {path}" for method, path, _ in table)
         endpoints.answers["other", error.status_code] += 1
-        return _refusal(RefusedError(error.status_code, f"there are {known}", headers=dict(error.headers or {})))
+        said = f"the model {service.name} has {known}"
+        return _refusal(RefusedError(error.status_code, said, headers=dict(error.headers or {})))
 
-    app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
-    app.state.end = endpoints.end
-    return app
+    return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
 
 def _check_site(request: HttpRequest, host: str | None) -> None:
@@ -182,17 +186,8 @@ class _Endpoints:
     """One method per endpoint, and what they count."""
 
     def __init__(self, service: Service):
-        self._service, self._texts = service, TokenTexts(service.reader.tokenizer)
+        self._service, self._texts = service, text_of_token(service.reader.tokenizer)
         self.answers: Counter[tuple[str, int]] = Counter()
-        self._bodies: set[asyncio.Timeout] = set()
-        self._seconds = service.body_seconds
-
-    def end(self) -> None:
-        """Wait no longer for bodies than a moment."""
-        self._seconds = min(self._seconds, _ENDING_SECONDS)
-        for limit in self._bodies:
-            if not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     def guarded(self, handler: _Handler, path: str, host: str) -> _Handler:
         """The handler behind the key, whose errors become error objects."""
@@ -246,11 +241,8 @@ class _Endpoints:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
-
-    def _model(self) -> dict[str, Any]:
         service = self._service
-        return {
+        model = {
             "id": service.name,
             "object": "model",
             "created": service.created,
@@ -258,6 +250,7 @@ class _Endpoints:
             "max_model_len": service.length,
             "chat": service.reader.chat is not None and service.engine is not None,
         }
+        return _json({"object": "list", "data": [model]})
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._write(request, CompletionBody, completion_call)
@@ -267,8 +260,7 @@ class _Endpoints:
 
     async def embeddings(self, request: HttpRequest) -> Response:
         service, embed = self._service, self._service.embed
-        if embed is None:
-            raise RefusedError(404, f"the model {service.name} gives no embeddings; use /v1/completions")
+        assert embed is not None
         body = await self._body(request, EmbeddingBody)
         texts = await asyncio.to_thread(embedding_texts, body, service.reader, length=service.length)
         vectors_ND = await while_there(request.receive, asyncio.to_thread(embed, texts))
@@ -286,41 +278,35 @@ class _Endpoints:
         """The bytes of a body.
 
         Raises:
-            RefusedError: it is too large, or comes too slowly, or not before the server ends.
+            RefusedError: it is too large, or comes too slowly.
             ClientDisconnect: the client left in the middle of it.
         """
-        parts, size, most = [], 0, self._service.body_bytes
-        limit = asyncio.timeout(self._seconds)
-        self._bodies.add(limit)
+        parts, size, most, seconds = [], 0, self._service.body_bytes, self._service.body_seconds
         try:
-            async with limit:
+            async with asyncio.timeout(seconds):
                 async for part in request.stream():
                     size += len(part)
                     if size > _MOST_DISCARDED:
                         break
                     parts = [*parts, part] if size <= most else []
         except TimeoutError:
-            if self._seconds < self._service.body_seconds:
-                raise RefusedError(503, "the server ends; send the request again", code="server_ends") from None
-            raise RefusedError(408, f"the body did not arrive within {self._seconds:g} seconds") from None
-        finally:
-            self._bodies.discard(limit)
+            raise RefusedError(408, f"the body did not arrive within {seconds:g} seconds") from None
         if size > most:
             raise RefusedError(413, f"the body has more than {most} bytes", code="body_too_large")
         return b"".join(parts)
 
     async def _write(self, request: HttpRequest, kind: type[Any], read: Callable[..., Call]) -> Response:
         service = self._service
-        if service.engine is None:
-            raise RefusedError(404, f"the model {service.name} gives embeddings and writes no text; use /v1/embeddings")
+        assert service.engine is not None
         body = await self._body(request, kind)
         # Encoding a long prompt takes a while, in which others are answered.
         call = await asyncio.to_thread(read, body, service.reader, length=service.length, most=service.most)
         running = _Running(service.engine, call, service.reader.tokenizer, self._texts)
+        answer = Answer(call, service.name)
         if call.stream:
-            return EventStream(self._events(Answer(call, service.name), running), running.cancel)
+            return EventStream(self._events(answer, running), running.cancel)
         try:
-            return await while_there(request.receive, self._whole(Answer(call, service.name), running))
+            return await while_there(request.receive, self._whole(answer, running))
         finally:
             running.cancel()
 
@@ -353,7 +339,7 @@ class _Running:
     slots are free.
     """
 
-    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer, texts: TokenTexts):
+    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer, texts: Callable[[int], str]):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
         self._call = call
@@ -467,7 +453,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async def send_one(message: Message) -> None:
-            async with asyncio.timeout(SEND_SECONDS):
+            async with asyncio.timeout(CLIENT_SECONDS):
                 await send(message)
 
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}

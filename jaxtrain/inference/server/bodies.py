@@ -1,21 +1,28 @@
-"""Bodies of requests: what each may hold, what it asks for, and one line where it asks for nothing that is served."""
+"""Bodies: what a request may hold and what it asks of the engine; answers as OpenAI's clients read them."""
 
+import base64
 import datetime
+import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.templates import ChatFormat, Template, chat_encoder, compile_template, prompt_text
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
-from jaxtrain.inference.engine.request import Request
-from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, tokens_around
+from jaxtrain.inference.engine.request import Emitted, Request
+from jaxtrain.inference.generate import TextStream
+from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, text_ends, tokens_around
 from jaxtrain.inference.sampling import Sampling
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "overloaded_error"}
-_SEEDS = 2**32
+# What OpenAI reports for a probability of 0: JSON has no infinity.
+_LEAST = -9999.0
 
 
 class RefusedError(Exception):
@@ -75,12 +82,15 @@ class _Fields(BaseModel):
 
 _Prompts = Annotated[list[str | list[int]], BeforeValidator(_listed)]
 _Text = Annotated[str, Field(min_length=1)]
+# The names of a JSON object are texts.
+_Id = Annotated[int, Field(ge=0, strict=False)]
 
 
 class _Asking(_Fields):
     """A body, which names the model."""
 
     model: str
+    user: Any = None
 
 
 class _StreamOptions(_Fields):
@@ -104,14 +114,13 @@ class _Writing(_Asking):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    logit_bias: dict[_Id, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     n: int = Field(1, ge=1, le=128)
     stop: Annotated[list[_Text], BeforeValidator(_listed)] = Field([], max_length=4)
     skip_special_tokens: bool = True
     seed: int | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    user: Any = None
     metadata: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
@@ -148,7 +157,6 @@ class EmbeddingBody(_Asking):
 
     input: _Prompts = Field(max_length=2048)
     encoding_format: Literal["float", "base64"] = "float"
-    user: Any = None
 
 
 _Body = TypeVar("_Body", bound=_Asking)
@@ -163,7 +171,9 @@ def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        # A misspelt field before the one that is missing for it.
+        found = error.errors(include_url=False, include_context=False)
+        first = min(found, key=lambda one: one["type"] != "extra_forbidden")
         place = ".".join(map(str, first["loc"])).encode("ascii", "backslashreplace").decode()[:80] or "the body"
         code = {"missing": "missing_field", "extra_forbidden": "unknown_field"}.get(first["type"])
         said = "this field is not supported" if code == "unknown_field" else first["msg"]
@@ -221,8 +231,7 @@ class PromptReader:
         special: SpecialTokens = NOTHING_SPECIAL,
     ):
         self.tokenizer, self.chat, self.vocab_size, self.special = tokenizer, chat, vocab_size, special
-        end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-        self.stop_tokens = frozenset([*end, *special.stop, *(() if chat is None else chat.stop)])
+        self.stop_tokens = frozenset(text_ends(tokenizer, special, chat))
         self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
         self._encoder = chat_encoder(tokenizer)
         self._begins, self._ends = tokens_around(tokenizer)
@@ -244,14 +253,8 @@ class PromptReader:
         return self.checked([*added, *ids], "prompt")
 
     def of_messages(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """A conversation that is to be answered.
-
-        Raises:
-            RefusedError: there is no template.
-            DataError: it refuses the conversation.
-        """
-        if self.chat is None:
-            raise RefusedError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
+        """A conversation that is to be answered by the model's template; a DataError if that refuses it."""
+        assert self.chat is not None, "only a model with a template is asked in chats"
         today = datetime.date.today()  # which some templates write
         if self._template is None or self._template[0] != today:
             self._template = (today, compile_template(self.chat, today=today))
@@ -280,8 +283,8 @@ def completion_call(body: CompletionBody, reader: PromptReader, *, length: int, 
         else reader.checked(one, "prompt")
         for one in body.prompt
     ]
-    requests = _requests(body, reader, prompts, body.max_tokens, body.logprobs, length)
-    return _call(body, reader, requests, body.logprobs, most)
+    _check_length(prompts, body.max_tokens, length, "prompt")
+    return _call(body, reader, [(one, body.max_tokens) for one in prompts], body.logprobs, most)
 
 
 def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -> Call:
@@ -290,31 +293,43 @@ def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -
     messages = [
         {"role": "system" if one.role == "developer" else one.role, "content": one.content} for one in body.messages
     ]
+    prompt = reader.of_messages(messages)
     new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    _check_length([prompt], new_tokens or 1, length, "messages")
     top = body.top_logprobs if body.logprobs else None
-    requests = _requests(body, reader, [reader.of_messages(messages)], new_tokens, top, length)
-    return _call(body, reader, requests, top, most)
+    return _call(body, reader, [(prompt, new_tokens or length - len(prompt))], top, most)
 
 
-def _requests(
+def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -> list[list[int]]:
+    """The ids of each text of a body of /v1/embeddings, special tokens included; none may be empty or too long."""
+    texts = [
+        reader.checked(reader.encode(one, add_special_tokens=True) if isinstance(one, str) else one, "input")
+        for one in body.input
+    ]
+    _check_length(texts, 0, length, "input")
+    return [list(ids) for ids in texts]
+
+
+def _check_length(prompts: Sequence[Sequence[int]], wanted: int, length: int, name: str) -> None:
+    longest = max(map(len, prompts))
+    if longest + wanted > length:
+        said = f"a text of {name} has {longest} tokens, and the model takes {length}; shorten it"
+        if wanted:
+            more = f"{wanted} or more are to follow; prompt and answer together have {length} tokens here"
+            said = f"a prompt has {longest} tokens, and {more}"
+        raise RefusedError(400, said, param=name, code="context_length_exceeded")
+
+
+def _call(
     body: CompletionBody | ChatBody,
     reader: PromptReader,
-    prompts: list[tuple[int, ...]],
-    new_tokens: int | None,
+    prompts: list[tuple[tuple[int, ...], int]],
     top: int | None,
-    length: int,
-) -> tuple[Request, ...]:
-    longest, wanted = max(map(len, prompts)), new_tokens or 1
-    if longest + wanted > length:
-        raise RefusedError(
-            400,
-            f"a prompt has {longest} tokens, and {wanted} or more are to follow; prompt and answer together have "
-            f"{length} tokens here",
-            param="messages" if isinstance(body, ChatBody) else "prompt",
-            code="context_length_exceeded",
-        )
-    if not all(token.isdigit() and int(token) < reader.vocab_size for token in body.logit_bias):
-        raise RefusedError(400, f"logit_bias takes token ids from 0 to {reader.vocab_size - 1}", param="logit_bias")
+    most: int,
+) -> Call:
+    """The answers to prompts with the most tokens of each, which are `body.n` for every prompt."""
+    if len(prompts) * body.n > most:
+        raise RefusedError(400, f"{len(prompts) * body.n} answers at a time; this server takes {most}", param="n")
     sampling = Sampling(
         body.temperature,
         body.top_k,
@@ -323,53 +338,181 @@ def _requests(
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        logit_bias=tuple((int(token), number) for token, number in body.logit_bias.items()),
+        logit_bias=tuple(body.logit_bias.items()),
     )
     seed, special = secrets.randbits(32) if body.seed is None else body.seed, reader.special_tokens
     # A stop that spells a special token, which the text does not show, is met by the token itself.
     stop_tokens = reader.stop_tokens | {special[one] for one in body.stop if one in special}
-    return tuple(
-        Request(
-            prompt,
-            new_tokens=length - len(prompt) if new_tokens is None else new_tokens,
-            sampling=sampling,
-            seed=(seed + choice) % _SEEDS,
-            stop_tokens=stop_tokens,
-            top=top or 0,
-        )
-        for prompt in prompts
+    requests = [
+        Request(prompt, new_tokens, sampling, (seed + choice) % 2**32, stop_tokens, top or 0)
+        for prompt, new_tokens in prompts
         for choice in range(body.n)
-    )
-
-
-def _call(
-    body: CompletionBody | ChatBody, reader: PromptReader, requests: tuple[Request, ...], top: int | None, most: int
-) -> Call:
-    if len(requests) > most:
-        raise RefusedError(400, f"{len(requests)} answers at a time; this server takes {most}", param="n")
+    ]
     return Call(
         isinstance(body, ChatBody),
-        requests,
+        tuple(requests),
         num_choices=body.n,
         stop=tuple(body.stop),
-        hidden=frozenset(reader.special_tokens.values() if body.skip_special_tokens else ()),
+        hidden=frozenset(special.values() if body.skip_special_tokens else ()),
         top=top,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )
 
 
-def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -> list[list[int]]:
-    """The ids of each text of a body of /v1/embeddings, special tokens included; none may be empty or too long."""
-    texts = []
-    for one in body.input:
-        ids = reader.checked(reader.encode(one, add_special_tokens=True) if isinstance(one, str) else one, "input")
-        if len(ids) > length:
-            raise RefusedError(
-                400,
-                f"a text of input has {len(ids)} tokens, and the model takes {length}; shorten it",
-                param="input",
-                code="context_length_exceeded",
-            )
-        texts.append(list(ids))
-    return texts
+# --- Answers: tokens of the engine become pieces of text, and these objects and chunks. ---
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token with its log-probability.
+
+    Attributes:
+        text: of the token alone; U+FFFD for a part of a character.
+        log_probability: natural logarithm, before temperature and penalties.
+        top: the likeliest tokens at its place and itself, the likeliest first.
+        offset: characters of the answer that were certain before it.
+    """
+
+    text: str
+    log_probability: float
+    top: tuple[tuple[str, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What an answer has more than before: whole characters, and tokens where log-probabilities were asked for."""
+
+    text: str = ""
+    scored: tuple[Scored, ...] = ()
+    finish_reason: str | None = None
+
+
+class Choice:
+    """One answer as it grows: the tokens that the engine gave become pieces, until it has a reason to end."""
+
+    def __init__(self, call: Call, tokenizer: Tokenizer, texts: Callable[[int], str]):
+        self._call, self._texts = call, texts
+        self._ends = call.requests[0].stop_tokens
+        self._stream = TextStream(tokenizer, call.stop, self._ends, hidden=call.hidden)
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def feed(self, emitted: Emitted) -> Piece:
+        """What a token adds; the piece has a finish_reason if a stop was met."""
+        self.num_tokens += 1
+        offset = self._stream.length
+        text = self._stream.feed(emitted.token)
+        if self._stream.stopped:
+            self.finish_reason = "stop"
+        # A chat says why it ended; harnesses count the tokens of a completion.
+        is_end = self._call.is_chat and emitted.token in self._ends
+        is_scored = self._call.top is not None and not is_end
+        scored = (self._scored(emitted, offset),) if is_scored else ()
+        return Piece(text, scored, self.finish_reason)
+
+    def finish(self, reason: str) -> Piece:
+        """The rest, when no further token comes."""
+        rest = self._stream.finish()
+        self.finish_reason = "stop" if self._stream.stopped else reason
+        return Piece(rest, (), self.finish_reason)
+
+    def _scored(self, emitted: Emitted, offset: int) -> Scored:
+        top = {one: _finite(value) for one, value in emitted.top}
+        # One number per token: readers compare the chosen one with the likeliest for equality.
+        own = top.setdefault(emitted.token, _finite(emitted.log_probability))
+        ranked = sorted(top.items(), key=lambda item: -item[1])
+        return Scored(
+            self._texts(emitted.token), own, tuple((self._texts(one), value) for one, value in ranked), offset
+        )
+
+
+def _finite(value: float) -> float:
+    return max(value, _LEAST) if math.isfinite(value) else _LEAST
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The objects of one answer of a model, with an id and a time (seconds since 1970) of its own."""
+
+    call: Call
+    model: str
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, pieces: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The object of an answer that is not streamed, of the pieces of each choice in order."""
+        choices = []
+        for index, parts in enumerate(pieces):
+            text, scored = "".join(part.text for part in parts), [one for part in parts for one in part.scored]
+            said: dict[str, Any] = {"text": text}
+            if self.call.is_chat:
+                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            scores = None if self.call.top is None else self._scores(scored)
+            choices.append({"index": index, **said, "logprobs": scores, "finish_reason": parts[-1].finish_reason})
+        return {**self._head(""), "choices": choices, "usage": usage}
+
+    def first_chunk(self, index: int) -> dict[str, Any]:
+        """What begins each choice of a streamed chat."""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": "", "refusal": None}}, Piece())
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece of a choice."""
+        said: dict[str, Any] = {"text": piece.text}
+        if self.call.is_chat:
+            said = {"delta": {"content": piece.text} if piece.text or piece.scored else {}}
+        return self._chunk(index, said, piece)
+
+    def last_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The numbers of tokens at the end of a stream."""
+        return {**self._head(".chunk"), "choices": [], "usage": usage}
+
+    def _chunk(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        scores = self._scores(piece.scored) if piece.scored else None
+        choice = {"index": index, **said, "logprobs": scores, "finish_reason": piece.finish_reason}
+        found = {**self._head(".chunk"), "choices": [choice]}
+        return found | ({"usage": None} if self.call.include_usage else {})
+
+    def _head(self, form: str) -> dict[str, Any]:
+        prefix, kind = ("chatcmpl", f"chat.completion{form}") if self.call.is_chat else ("cmpl", "text_completion")
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _scores(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        top = self.call.top or 0
+        if self.call.is_chat:
+            rows = [
+                _chat_token(one.text, one.log_probability)
+                | {"top_logprobs": [_chat_token(text, value) for text, value in one.top[:top]]}
+                for one in scored
+            ]
+            return {"content": rows, "refusal": None}
+        # Of tokens with one text (parts of characters) the likeliest counts.
+        tops = [dict(reversed(one.top)) for one in scored]
+        return {
+            "tokens": [one.text for one in scored],
+            "token_logprobs": [one.log_probability for one in scored],
+            "top_logprobs": None if top == 0 else tops,
+            "text_offset": [one.offset for one in scored],
+        }
+
+
+def _chat_token(text: str, log_probability: float) -> dict[str, Any]:
+    # The bytes of a part of a character are not known from its text.
+    raw = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "bytes": raw, "logprob": log_probability}
+
+
+def embedding_answer(
+    vectors_ND: np.ndarray, texts: Sequence[Sequence[int]], *, form: str, model: str
+) -> dict[str, Any]:
+    """The object of an answer of /v1/embeddings; `form` is float or base64."""
+
+    def numbers(vector_D: np.ndarray) -> list[float] | str:
+        if form == "base64":
+            return base64.b64encode(vector_D.astype("<f4").tobytes()).decode()
+        return vector_D.tolist()
+
+    data = [{"object": "embedding", "index": at, "embedding": numbers(row_D)} for at, row_D in enumerate(vectors_ND)]
+    count = sum(map(len, texts))
+    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": count, "total_tokens": count}}

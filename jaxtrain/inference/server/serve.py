@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import CompileCounter, Engine
 from jaxtrain.inference.prompts import Served
-from jaxtrain.inference.server.app import SEND_SECONDS, Service
+from jaxtrain.inference.server.app import CLIENT_SECONDS, Service
 from jaxtrain.inference.server.bodies import PromptReader
 from jaxtrain.parallel.division import batch_shards
 
@@ -100,11 +100,10 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 def listen(taken: socket.socket) -> None:
     """Let clients connect to a socket from `bind`, as many as there may come.
 
-    The system drops a connection whose client takes nothing for `SEND_SECONDS`: what was written for it would be kept,
-    and the server could not end.
+    The system drops a connection whose client takes nothing for `CLIENT_SECONDS`, or the server could not end.
     """
     if sys.platform == "linux":  # what connects has the options of this socket
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_SECONDS))
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
     taken.listen(_BACKLOG)
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if most == resource.RLIM_INFINITY else min(_WANTED_FILES, most)
@@ -120,11 +119,6 @@ def address_of(taken: socket.socket) -> str:
 
 class _Server(uvicorn.Server):
     """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        app: Any = self.config.app
-        app.state.end()
-        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -171,22 +165,7 @@ def serve_app(app: Starlette, taken: socket.socket, *, when_ready: Callable[[], 
     asyncio.run(serve())
 
 
-@dataclass(frozen=True)
-class Started:
-    """A service that answers, and the way to end it.
-
-    Attributes:
-        service: what the endpoints serve.
-        close: ends the engine; what runs is finished first.
-        summary: what is served, in words.
-    """
-
-    service: Service
-    close: Callable[[], None]
-    summary: str
-
-
-def start_service(served: Served, *, slots: int, length: int | None, queue: int, api_key: str | None = None) -> Started:
+def start_service(served: Served, *, slots: int, length: int | None, queue: int, api_key: str | None = None) -> Service:
     """Compiles what a model needs to be asked, before the first request.
 
     Args:
@@ -209,29 +188,26 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
         length = min(_LONGEST, known or _LONGEST)
     elif decoder is None:
         length = min(length, known or length)
-    engine = embedder = None
-    summary, close, compiled = f"embeddings of texts of up to {length} tokens", lambda: None, lambda: 0
-    if decoder is None:
-        embedder = Embedder(served, length=length)
-        embedder.start()
-        compiled = lambda: embedder.compiled  # noqa: E731
-    else:
-        engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
-        engine.start()
-        summary, close = f"{slots} slots of {length} tokens, {queue} may wait", engine.close
     service = Service(
         served.name,
         served.created,
         reader,
-        engine,
-        embedder,
-        length,
-        slots + queue,
-        api_key,
-        max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
-        compiled=compiled,
+        engine=None,
+        embed=None,
+        length=length,
+        most=slots + queue,
+        api_key=api_key,
+        body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
+        summary=f"embeddings of texts of up to {length} tokens",
     )
-    return Started(service, close, summary)
+    if decoder is None:
+        embedder = Embedder(served, length=length)
+        embedder.start()
+        return replace(service, embed=embedder, compiled=lambda: embedder.compiled)
+    engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
+    engine.start()
+    summary = f"{slots} slots of {length} tokens, {queue} may wait"
+    return replace(service, engine=engine, summary=summary, close=engine.close)
 
 
 class Embedder:

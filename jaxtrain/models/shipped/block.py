@@ -22,8 +22,16 @@ from jaxtrain.models.layers import Linear, Norm, dropout, long_documents, model_
 from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
-from jaxtrain.ops.attention.cached import BLOCK, CachedKeys, cached_attention, cached_attention_in_blocks
-from jaxtrain.ops.attention.reference import attention_mask, bias_at, distance_bias
+from jaxtrain.ops.attention.reference import (
+    BLOCK,
+    CachedKeys,
+    attention_mask,
+    bias_at,
+    cached_attention,
+    cached_attention_in_blocks,
+    distance_bias,
+)
+from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.ops.elementwise import gelu
 from jaxtrain.precision.kernels import LowRankKernel
@@ -275,22 +283,20 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
         config = self.config
-        attend = functools.partial(
-            self_attention,
-            causal=config.causal,
-            softcap=config.attention_softcap,
-            bias_HW=bias_HW,
-            implementation=config.attention,
-        )
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+            form = AttentionForm(config.causal, window, config.attention_softcap)
+            return self_attention(q, k, v, segments_BL, form, bias_HW, implementation=config.attention)
+
         if local is None or config.local_layers is None:
-            return attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, window=config.windows[0])
+            return attend(q_BLHK, k_BLGK, v_BLGK, config.windows[0])
         window, layout = config.local_layers.window, current_layout()
         # A ring of permutations may not stand in a branch; a window of all positions is no work for a ring.
         whole = q_BLHK.shape[1] if layout is not None and layout.degree("context") > 1 else None
         return jax.lax.cond(
             local,
-            lambda q, k, v: attend(q, k, v, segments_BL, window=window),
-            lambda q, k, v: attend(q, k, v, segments_BL, window=whole),
+            functools.partial(attend, window=window),
+            functools.partial(attend, window=whole),
             q_BLHK,
             k_BLGK,
             v_BLGK,

@@ -46,7 +46,7 @@ class _How:
 
 
 def parts_of_batch(q_BLHK: Array, form: AttentionForm, block: int) -> int:
-    """Return in how many parts the rows of a batch are processed, one after the other.
+    """Return in how many parts the rows of a batch are processed, one after the other; the results are the same.
 
     It is 1 where rows may be sharded over devices, because chunks of the batch would move them between devices, on
     accelerators, which are fastest with all rows at once, and in an exported program for any number of rows.
@@ -265,7 +265,6 @@ def blockwise_attention(
     bias_HW: Array | None = None,
     *,
     block: int | None = None,
-    parts: int | None = None,
 ) -> Array:
     """Compute the attention of a sequence to itself by blocks of queries; scores and softmax are in float32.
 
@@ -275,12 +274,10 @@ def blockwise_attention(
         form: the settings of attention.
         bias_HW: as in `self_attention`.
         block: queries of a block; None: a size that suits the platform.
-        parts: number of equal parts in which the rows are processed, one after the other; it must divide B. None: as
-            many as keep the scores in the caches of a CPU. The results are the same for every value.
 
     Returns:
         [B, L, H, K] in the dtype of q.
     """
     block = block or block_size(platform(), q_BLHK.shape[1])
-    parts = parts or parts_of_batch(q_BLHK, form, block)
-    return _attend((q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW), _How(form, block, parts))
+    how = _How(form, block, parts_of_batch(q_BLHK, form, block))
+    return _attend((q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW), how)

@@ -128,9 +128,6 @@ ORDER: Mapping[str, tuple[str, ...]] = {
     "cpu": ("blockwise", "reference"),
 }
 ELSEWHERE = ("blockwise", "reference")
-# These refuse because another one would be faster, not because they cannot: a user who names one gets it.
-_ADVICE = ("blockwise",)
-
 _CUDNN_DTYPES = ("bfloat16", "float16")
 _CUDNN_HEAD_DIMS, _CUDNN_LARGEST_HEAD_DIM, _HOPPER_LARGEST_HEAD_DIM = 8, 128, 256
 # The splash kernel's tiles are lanes of a TPU register wide.
@@ -168,11 +165,11 @@ class AttentionCase:
     hopper_here: bool = False
 
 
-def _cudnn_refusal(case: AttentionCase) -> str | None:
+def _cudnn_reasons(case: AttentionCase) -> dict[str, bool]:
     form, capability = case.form, case.capability
     # jax compiles for Hopper's larger heads only where such a card is present.
     largest = _HOPPER_LARGEST_HEAD_DIM if case.hopper_here else _CUDNN_LARGEST_HEAD_DIM
-    reasons = {
+    return {
         f"the platform is {case.platform}": case.platform != "gpu",
         f"the dtype is {case.dtype}, it takes {' and '.join(_CUDNN_DTYPES)}": case.dtype not in _CUDNN_DTYPES,
         "documents are packed": case.packed,  # the kernel knows documents by their ends only
@@ -188,11 +185,10 @@ def _cudnn_refusal(case: AttentionCase) -> str | None:
         # jax refuses it where the kernel is differentiated.
         f"the sequence is {case.length} long, it takes even lengths": bool(case.length and case.length % 2),
     }
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
-def _splash_refusal(case: AttentionCase) -> str | None:
-    reasons = {
+def _splash_reasons(case: AttentionCase) -> dict[str, bool]:
+    return {
         f"the platform is {case.platform}": case.platform != "tpu",
         "positions are relative": case.form.relative,
         "batch or heads do not divide by the mesh": not case.divides,
@@ -203,26 +199,25 @@ def _splash_refusal(case: AttentionCase) -> str | None:
             case.head_dim % _SPLASH_HEAD_DIMS
         ),
     }
-    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def refusal(kernel: str, case: AttentionCase) -> str | None:
     """Why an implementation cannot or should not run a case, or None."""
+    block, reasons = block_size(case.platform, case.length), {}
     match kernel:
         case "cudnn":
-            return _cudnn_refusal(case)
+            reasons = _cudnn_reasons(case)
         case "splash":
-            return _splash_refusal(case)
+            reasons = _splash_reasons(case)
         case "blockwise":  # it can always compute it
-            block = block_size(case.platform, case.length)
-            return f"the sequence is one block of {block}" if case.length <= block else None
-    return None
+            reasons = {f"the sequence is one block of {block}": case.length <= block}
+    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def choose_kernel(
     order: Sequence[str], refuses: Callable[[str], str | None], wanted: str, *, where: str = ""
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The first implementation that takes a case, or the one that a user names.
+    """The first implementation that takes a case, or the one that a user names, and (name, reason) of those before it.
 
     Args:
         order: names in the order in which they are tried; the last one refuses nothing.
@@ -230,16 +225,14 @@ def choose_kernel(
         wanted: auto, or a name.
         where: hardware for the message, as in " on h100x8".
 
-    Returns:
-        The name, and (name, reason) of each that was tried before it.
-
     Raises:
         ConfigError: a wanted implementation that is unknown or cannot take the case.
     """
     if wanted != "auto":
         if wanted not in KERNELS:
             raise ConfigError(f"unknown model.attention={wanted!r}; known: auto, {', '.join(KERNELS)}")
-        why = None if wanted in _ADVICE else refuses(wanted)
+        # Blockwise refuses because another one would be faster, not because it cannot.
+        why = None if wanted == "blockwise" else refuses(wanted)
         if why is not None:
             raise ConfigError(f"model.attention={wanted} cannot run{where}: {why}; use model.attention=auto")
         return wanted, []
@@ -254,30 +247,8 @@ def choose_kernel(
 # --- A sequence that is sharded over mesh axis `context`. ---
 
 
-@dataclass(frozen=True)
-class ContextWay:
-    """What one way of attending over a sharded sequence takes.
-
-    Attributes:
-        with_pipe: may run inside a pipeline. A collective-permute that only some stages reach waits forever, because
-            its rendezvous is among all devices; the other collectives have groups.
-        splits_heads: the heads must divide by `context` as well.
-        halves: a causal sequence is partitioned into two chunks per device.
-        plain: knows neither window nor softcap.
-    """
-
-    with_pipe: bool
-    splits_heads: bool
-    halves: bool
-    plain: bool = False
-
-
 # In the order in which "auto" tries them: ring moves least and needs least memory, gather runs on any heads.
-CONTEXT_WAYS: Mapping[str, ContextWay] = {
-    "ring": ContextWay(with_pipe=False, splits_heads=False, halves=True, plain=True),
-    "all_to_all": ContextWay(with_pipe=True, splits_heads=True, halves=False),
-    "gather": ContextWay(with_pipe=True, splits_heads=False, halves=False),
-}
+_CONTEXT_WAYS = ("ring", "all_to_all", "gather")
 
 
 @dataclass(frozen=True)
@@ -301,28 +272,24 @@ class ContextCase:
 
 def _problem(name: str, case: ContextCase) -> str | None:
     """Why a way cannot be taken; None: it can."""
-    way, heads, parts = CONTEXT_WAYS[name], case.num_heads, case.head_parts
+    heads, parts, use = case.num_heads, case.head_parts, "use all_to_all, gather or auto"
     if case.form.relative:
         return (
             f"parallel.context={case.context} shards the sequence, which model.position=relative does not support; "
             "use parallel.context=1 with fsdp or tensor in its place, or model.position=rotary"
         )
-    if way.plain and (case.form.window is not None or case.form.softcap is not None):
-        return (
-            f"parallel.context_attention={name} knows neither model.sliding_window nor model.attention_softcap; "
-            "use all_to_all, gather or auto"
-        )
-    if not way.with_pipe and case.pipe > 1:
-        return (
-            f"parallel.context_attention={name} cannot run with parallel.pipe={case.pipe}; "
-            "use all_to_all, gather or auto"
-        )
+    if name == "ring" and (case.form.window is not None or case.form.softcap is not None):
+        return f"parallel.context_attention=ring knows neither model.sliding_window nor model.attention_softcap; {use}"
+    # A collective-permute that only some stages reach waits forever, because its rendezvous is among all devices; the
+    # other collectives have groups.
+    if name == "ring" and case.pipe > 1:
+        return f"parallel.context_attention=ring cannot run with parallel.pipe={case.pipe}; {use}"
     if heads % parts:
         return (
             f"model.num_heads={heads} does not divide by parallel.tensor={parts}; "
             f"make it {nearest_multiples(heads, parts)}, or use parallel.tensor={math.gcd(heads, parts)}"
         )
-    if way.splits_heads and heads % (parts * case.context):
+    if name == "all_to_all" and heads % (parts * case.context):
         other = "gather" if case.pipe > 1 else "ring"
         return (
             f"parallel.context_attention={name}: model.num_heads={heads} does not divide by "
@@ -334,13 +301,9 @@ def _problem(name: str, case: ContextCase) -> str | None:
 
 
 def choose_context_way(wanted: str, case: ContextCase) -> str:
-    """The way that is taken: ring, all_to_all or gather; for auto the first of `CONTEXT_WAYS` that can be taken.
-
-    Raises:
-        ConfigError: a way that cannot be taken on this mesh with these heads.
-    """
+    """The way that is taken, for auto the first that can be; a ConfigError where none can with these heads."""
     problem = None
-    for name in CONTEXT_WAYS if wanted == "auto" else (wanted,):
+    for name in _CONTEXT_WAYS if wanted == "auto" else (wanted,):
         problem = _problem(name, case)
         if problem is None:
             return name
@@ -348,15 +311,11 @@ def choose_context_way(wanted: str, case: ContextCase) -> str:
 
 
 def check_context_length(wanted: str, case: ContextCase, sequence_length: int) -> None:
-    """Raise where a sequence cannot be sharded over `context` as the chosen way needs it.
-
-    Raises:
-        ConfigError: from `choose_context_way`, or a length that does not divide; names sizes that work.
-    """
+    """Raise a ConfigError with sizes that work where a sequence cannot be sharded as the chosen way needs it."""
     size = case.context
     if size == 1:
         return
-    halves = case.form.causal and CONTEXT_WAYS[choose_context_way(wanted, case)].halves
+    halves = case.form.causal and choose_context_way(wanted, case) == "ring"
     chunks = size * 2 if halves else size
     if sequence_length % chunks:
         shown = f"2 x parallel.context={size} (causal ring attention)" if halves else f"parallel.context={size}"

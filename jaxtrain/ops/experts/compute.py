@@ -44,9 +44,6 @@ def route(logits_BLE: Array, experts_per_token: int) -> tuple[Array, Array]:
     2.1). Over one logit that softmax is 1 and would teach the router nothing, so a single choice has its probability
     among all experts as weight (Fedus et al. 2021, Switch, equation 2).
 
-    Each choice is an argmax over what is left: on a sharded batch `jax.lax.top_k` is a custom call that the
-    partitioner gathers the batch for (jax 0.10.2 and 0.12.0, CPU), where a reduction stays local.
-
     Args:
         logits_BLE: float32, E replicated.
         experts_per_token: K.
@@ -55,6 +52,7 @@ def route(logits_BLE: Array, experts_per_token: int) -> tuple[Array, Array]:
         Weights float32 [B, L, K], differentiable in the logits, and expert ids int32 [B, L, K], distinct for each token
         and best first.
     """
+    # Argmax after argmax: on a sharded batch the partitioner gathers the batch for `jax.lax.top_k` (jax 0.12.0, CPU).
     num_experts = logits_BLE.shape[-1]
     left_BLE = jax.lax.stop_gradient(logits_BLE)
     ids, chosen = [], []
@@ -85,8 +83,7 @@ def router_loss(logits_BLE: Array, load_E: Array, *, load_balance_weight: float,
 
         load_balance_weight * E * sum_e f_e P_e  +  router_z_weight * mean(logsumexp(logits)^2).
 
-    A token's part is linear in its own probabilities for given f, so that any split of the tokens over devices sums to
-    the same number. An even load makes the first term `load_balance_weight`.
+    Any split of the tokens over devices sums to the same number.
 
     Source: Fedus et al. 2021 (Switch, equations 4 to 6); Zoph et al. 2022 (ST-MoE, equation 5).
 

@@ -128,9 +128,8 @@ class _Queues(NamedTuple):
 def _exchanged(x_ND: Array, weights_NK: Array, ids_NK: Array, kernels: Kernels, shards: int) -> Array:
     """Sum weight times output over the experts of each token, on all devices of `expert`: float32 [N, D].
 
-    The first round holds an even routing with room to spare, and is differentiated as written. Those that follow, in a
-    loop, turn as often as the longest queue of any device needs, so that every device takes part in each exchange; the
-    backward pass computes them again. Ids are numbers among all experts, the kernels those of this device.
+    The first round is differentiated as written. Those that follow turn as often as the longest queue of any device
+    needs, so that all take part in each exchange; the backward pass computes them again. Ids are among all experts.
     """
     (num_tokens, choices), num_local = ids_NK.shape, kernels.up.shape[0]
     sizes = (num_tokens, choices, num_local * shards, shards)

@@ -5,22 +5,25 @@ of whole parts is one product, of as many blocks as it fills, of which the last 
 expert, whose results are not written. Empty experts and unfilled rows cost nothing. Each number of blocks has a loop of
 one turn or none: where a branch writes into a buffer, XLA on CPU copies the whole buffer (jax 0.10.2).
 
-Shapes: R rows, I input and O output features, E experts, T rows of a block, S rows of a part.
+For NVIDIA they are Triton kernels, through Pallas. A program multiplies one tile of the result. Tiles of rows belong to
+one expert each; the last tile of an expert reaches into the rows of the next one, which it neither reads nor writes.
+Tiles beyond the filled rows end at once.
+
+Shapes: R rows, I input and O output features, E experts, T rows of a block or tile, S rows of a part, M tiles.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtrain.layout.manual import vary_alike, vary_like
+from jaxtrain.layout.manual import manual_type, vary_alike, vary_like
 from jaxtrain.layout.sharding import platform
-from jaxtrain.ops.experts import triton
 from jaxtrain.ops.experts.rows import block_rows
 
 State = TypeVar("State")
@@ -31,6 +34,13 @@ _MOST_BLOCKS, _SMALL_KERNEL = 4, 2**13
 # Scopes of the loops over whole parts, and of those over what is left, with its number of blocks: a reader of a program
 # tells by them how often a loop turns.
 PARTS, REST = "parts", "rest_of_blocks_"
+# Rows and columns of a tile of the result. With chunks of the summed dim of 128 bytes, three of which are on their way,
+# both operands take 96 KB of the 227 KB of a multiprocessor of H100.
+TILE = 128
+_CHUNK_BYTES = 128
+_WARPS, _STAGES = 8, 3
+# Tiles of rows whose programs are neighbours: they share the columns of a kernel in the cache.
+_NEIGHBOURS = 8
 
 
 def grouped_matmul(rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array) -> Array:
@@ -43,7 +53,7 @@ def grouped_matmul(rows_RI: Array, kernels_EIO: Array, group_sizes_E: Array) -> 
     where = platform()
     if where == "tpu":
         return jax.lax.ragged_dot(rows_RI, kernels_EIO, group_sizes_E)
-    by_tiles = where == "gpu" and triton.takes(rows_RI.shape[0], *kernels_EIO.shape[1:])
+    by_tiles = where == "gpu" and takes_tiles(rows_RI.shape[0], *kernels_EIO.shape[1:])
     return multiply_groups(TILED if by_tiles else BLOCKED, rows_RI, kernels_EIO, group_sizes_E)
 
 
@@ -69,10 +79,10 @@ def tiled(*, interpret: bool = False) -> Form:
     """The form of the kernels for NVIDIA; with `interpret` as plain operations on any platform, for tests."""
 
     def gradients(rows: Array, kernels: Array, gradient: Array, sizes: Array) -> tuple[Array, Array]:
-        of_rows = triton.tile_products(gradient, kernels, sizes, transposed=True, interpret=interpret)
-        return of_rows, triton.tile_kernel_gradients(rows, gradient, sizes, interpret=interpret)
+        of_rows = tile_products(gradient, kernels, sizes, transposed=True, interpret=interpret)
+        return of_rows, tile_kernel_gradients(rows, gradient, sizes, interpret=interpret)
 
-    return Form(partial(triton.tile_products, interpret=interpret), gradients)
+    return Form(partial(tile_products, interpret=interpret), gradients)
 
 
 # --- Blocks of rows, in plain matmuls and loops. ---
@@ -168,19 +178,12 @@ def _parts_and_rest(size: Array, end: Array, part: int) -> tuple[Array, Array]:
 
 
 def _unwritten(given: Array, num_rows: int, width: int) -> Array:
-    """Make a buffer that holds anything, with the dtype and the mesh axes of an array.
-
-    It is filled with some number of that array: XLA would share the zeros of several loops, and copy them for each.
-    """
+    """Make a buffer of some number of the given array: zeros of several loops XLA would share, and copy for each."""
     return jnp.broadcast_to(given[(0,) * given.ndim], (num_rows, width))
 
 
 def _choose_blocks(num_blocks: Array, most: int, form: Callable[[int, Array, State], State], state: State) -> State:
-    """Apply the form of so many blocks to the state, none where there are no blocks.
-
-    Forms must read the turn of their loop, which is 0: XLA computes what does not change in a loop before it, even
-    where the loop does not turn.
-    """
+    """Apply the form of so many blocks to the state; it must read its turn, 0, or XLA computes it before the loop."""
     for number in range(1, most + 1):
         with jax.named_scope(f"{REST}{number}"):
             turns = (num_blocks == number).astype(jnp.int32)
@@ -207,6 +210,123 @@ def _block_at(start: Array, end: Array, num_rows: int, block: int) -> tuple[Arra
     at = jnp.minimum(start, num_rows - block)
     rows_T = at + jnp.arange(block)
     return at, (rows_T >= start) & (rows_T < end)
+
+
+# --- Tiles, as Triton kernels. ---
+
+
+def takes_tiles(num_rows: int, inputs: int, outputs: int) -> bool:
+    """Whether these kernels can multiply such sizes."""
+    return num_rows >= TILE and inputs % TILE == 0 and outputs % TILE == 0
+
+
+def num_tiles(num_rows: int, num_experts: int) -> int:
+    """Count the tiles of rows that any group sizes need at most, in whole groups of neighbours."""
+    most = num_rows // TILE + num_experts
+    return -(-most // _NEIGHBOURS) * _NEIGHBOURS
+
+
+def tile_products(
+    rows_RI: Array, kernels: Array, group_sizes_E: Array, *, transposed: bool = False, interpret: bool = False
+) -> Array:
+    """Multiply each row with the kernel [E, I, O] of its expert, or [E, O, I] if `transposed`, as `grouped_matmul`.
+
+    With `interpret` the kernel's steps run as plain operations, on any platform, for tests.
+    """
+    # Imported here, because Pallas adds 0.3 s to the start and only GPUs need it.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    num_rows, inputs = rows_RI.shape
+    outputs, num_experts = kernels.shape[1 if transposed else 2], kernels.shape[0]
+    chunk = _CHUNK_BYTES // rows_RI.dtype.itemsize
+    columns = outputs // TILE
+    tiles = num_tiles(num_rows, num_experts)
+
+    def multiply(expert_M: Any, start_M: Any, end_M: Any, rows_ref: Any, kernels_ref: Any, y_ref: Any) -> None:
+        number = pl.program_id(0)
+        neighbours, within = number // (_NEIGHBOURS * columns), number % (_NEIGHBOURS * columns)
+        tile, column = neighbours * _NEIGHBOURS + within % _NEIGHBOURS, within // _NEIGHBOURS
+        expert, start, end = expert_M[tile], start_M[tile], end_M[tile]
+        at = jnp.minimum(start, num_rows - TILE)
+        rows_T = at + jnp.arange(TILE)
+        is_own_T1 = ((rows_T >= start) & (rows_T < end))[:, None]
+        here = pl.ds(column * TILE, TILE)
+
+        @pl.when(start < end)
+        def _() -> None:
+            def step(turn: Array, sum_TO: Array) -> Array:
+                summed = pl.ds(turn * chunk, chunk)
+                x_TC = triton.load(rows_ref.at[pl.ds(at, TILE), summed], mask=is_own_T1, other=0)
+                kernel = triton.load(kernels_ref.at[(expert, here, summed) if transposed else (expert, summed, here)])
+                return sum_TO + triton.dot(x_TC, kernel, trans_b=transposed)
+
+            sum_TO = jax.lax.fori_loop(0, inputs // chunk, step, jnp.zeros((TILE, TILE), jnp.float32))
+            triton.store(y_ref.at[pl.ds(at, TILE), here], sum_TO.astype(y_ref.dtype), mask=is_own_T1)
+
+    return pl.pallas_call(
+        multiply,
+        jax.ShapeDtypeStruct((num_rows, outputs), rows_RI.dtype, manual_axis_type=manual_type(rows_RI)),
+        grid=(tiles * columns,),
+        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        interpret=interpret,
+        name="expert_products",
+    )(*_tiles(group_sizes_E, tiles), rows_RI, kernels)
+
+
+def tile_kernel_gradients(
+    rows_RI: Array, gradient_RO: Array, group_sizes_E: Array, *, interpret: bool = False
+) -> Array:
+    """Sum row times gradient over the rows of each expert: float32 [E, I, O], the arguments as in `tile_products`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (num_rows, inputs), outputs, num_experts = rows_RI.shape, gradient_RO.shape[1], group_sizes_E.size
+    chunk = _CHUNK_BYTES // rows_RI.dtype.itemsize
+    columns = outputs // TILE
+
+    def multiply(start_E: Any, end_E: Any, rows_ref: Any, gradient_ref: Any, y_ref: Any) -> None:
+        expert, number = pl.program_id(1), pl.program_id(0)
+        inputs_here, outputs_here = (pl.ds(n * TILE, TILE) for n in (number // columns, number % columns))
+        start, end = start_E[expert], end_E[expert]
+
+        def step(turn: Array, sum_IO: Array) -> Array:
+            first = start + turn * chunk
+            at = jnp.minimum(first, num_rows - chunk)
+            rows_C = at + jnp.arange(chunk)
+            is_own_C1 = ((rows_C >= first) & (rows_C < end))[:, None]
+            # Both are masked: the rows of others may hold anything, and 0 times infinity is no number.
+            x_CI = triton.load(rows_ref.at[pl.ds(at, chunk), inputs_here], mask=is_own_C1, other=0)
+            g_CO = triton.load(gradient_ref.at[pl.ds(at, chunk), outputs_here], mask=is_own_C1, other=0)
+            return sum_IO + triton.dot(x_CI, g_CO, trans_a=True)
+
+        turns = (end - start + chunk - 1) // chunk
+        y_ref[expert, inputs_here, outputs_here] = jax.lax.fori_loop(
+            0, turns, step, jnp.zeros((TILE, TILE), jnp.float32)
+        )
+
+    shape = (num_experts, inputs, outputs)
+    ends_E = jnp.cumsum(group_sizes_E)
+    return pl.pallas_call(
+        multiply,
+        jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=manual_type(rows_RI)),
+        grid=(inputs // TILE * columns, num_experts),
+        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        interpret=interpret,
+        name="expert_kernel_gradients",
+    )(ends_E - group_sizes_E, ends_E, rows_RI, gradient_RO)
+
+
+def _tiles(group_sizes_E: Array, tiles: int) -> tuple[Array, Array, Array]:
+    """Expert, first row and end of the rows of each tile: int32 [M] each; the end is the first row of an empty tile."""
+    ends_E, tiles_E = jnp.cumsum(group_sizes_E), (group_sizes_E + TILE - 1) // TILE
+    after_E = jnp.cumsum(tiles_E)
+    tile_M = jnp.arange(tiles)
+    expert_M = jnp.minimum(jnp.sum(tile_M[:, None] >= after_E, axis=1, dtype=jnp.int32), group_sizes_E.size - 1)
+    turn_M = tile_M - (after_E - tiles_E)[expert_M]
+    start_M = (ends_E - group_sizes_E)[expert_M] + turn_M * TILE
+    end_M = jnp.where(tile_M < after_E[-1], ends_E[expert_M], start_M)
+    return expert_M, start_M, end_M
 
 
 # --- One function with the gradients of its form. ---

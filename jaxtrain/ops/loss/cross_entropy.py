@@ -23,8 +23,15 @@ from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.linear import linear
 from jaxtrain.ops.loss.blocks import LossBlocks, choose_blocks
-from jaxtrain.ops.loss.blockwise import BlockedLoss, OutputLayer
-from jaxtrain.ops.loss.sharded import TOKENS, blockwise_losses, blockwise_sums, is_sharded, mesh_axes
+from jaxtrain.ops.loss.blockwise import (
+    TOKENS,
+    BlockedLoss,
+    OutputLayer,
+    blockwise_losses,
+    blockwise_sums,
+    is_sharded,
+    mesh_axes,
+)
 
 # Bytes of the logits of a block whose largest are sought, over all devices.
 _BLOCK_BYTES = 2**28
@@ -173,11 +180,7 @@ def cross_entropy_sums(
 
 
 def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | None = None) -> LossBlocks:
-    """Choose the blocks of these logits, of global arrays, on each device of the step that is being traced.
-
-    Raises:
-        ConfigError: blocks were asked for, and the sizes do not divide by the mesh or the dtype is float16.
-    """
+    """Choose the blocks of these logits on each device; a ConfigError if blocks were asked for and cannot be made."""
     layout = current_layout()
     tokens, width = math.prod(logits.hidden.shape[:-1]), logits.hidden.shape[-1]
     vocabulary = logits.vocabulary
@@ -258,11 +261,8 @@ def _sum_right(logits: Array, targets: Array, weights: Array) -> Array:
 
 def _block_size(logits: DeferredLogits) -> int:
     """The most positions of a block that divide the sequence and are sharded as it is."""
-    batch, length, _ = logits.hidden.shape
-    layout = current_layout()
-    shards = 1
-    for axis in () if layout is None else mesh_axes(layout, "sequence"):
-        shards *= layout.degree(axis) if layout is not None else 1
+    (batch, length, _), layout = logits.hidden.shape, current_layout()
+    shards = 1 if layout is None else math.prod(map(layout.degree, mesh_axes(layout, "sequence")))
     wanted = max(1, _BLOCK_BYTES // (4 * batch * logits.vocabulary))
     sizes = [size for size in range(1, length + 1) if length % size == 0 and size % shards == 0]
     return max((size for size in sizes if size <= wanted), default=min(sizes, default=length))
