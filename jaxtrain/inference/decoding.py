@@ -23,7 +23,6 @@ from jaxtrain.inference.sampling import (
     row_sampling,
 )
 from jaxtrain.layout.gather import hold_parameters
-from jaxtrain.models.decoder import make_cache
 from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import Policy, cast_floats
@@ -258,16 +257,12 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
         params, (batch, longest) = hold_parameters(cast_floats(params, policy.compute_dtype)), prompts_BP.shape
-        length = longest + form.new_tokens
         if decoder.encode is not None:
             cache = decoder.encode(params, prompts_BP, lengths_B, decoder.init_cache(batch, 1 + form.new_tokens, dtype))
             prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
             longest, lengths_B = 1, jnp.ones_like(lengths_B)
-        elif decoder.prefill is None or decoder.windows is None:
-            # `decode` alone would write the padding too, over what a ring keeps.
-            cache = decoder.init_cache(batch, length, dtype)
         else:
-            cache = make_cache(decoder, batch, length, dtype, chunk=min(longest, decoder.windows.chunk))
+            cache = decoder.init_cache(batch, longest + form.new_tokens, dtype)
         if decoder.prefill is not None:
             logits_BV, cache = decoder.prefill(params, prompts_BP, lengths_B, cache)
         else:

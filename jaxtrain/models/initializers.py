@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+INIT_STDDEV = 0.02
+"""Of the kernels of transformers: GPT-2, Radford et al. 2019."""
 
 WORDS = 4  # of 32 random bits, each two 16-bit integers
 MEAN = WORDS * (2**16 - 1)

@@ -13,7 +13,6 @@ from flax import nnx
 from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.rope import longrope_factor
-from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.elementwise import aligned, drop_by_row
 from jaxtrain.ops.linear import linear
@@ -156,7 +155,7 @@ def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
 def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *, factor: float = 1.0) -> jax.Array:
     """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
 
-    `frequencies` are float32 [R / 2], or [B, L, R / 2] where tokens have their own; the first R of K dims are rotated.
+    `frequencies` are float32 [R / 2]; the first R of K dims are rotated.
 
     Returns:
         [B, L, H, K] in the dtype of x_BLHK.
@@ -174,46 +173,10 @@ def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
 
-def model_frequencies(
-    config: TransformerConfig, local: jax.Array | None, *, length: int, long_BL: jax.Array | None = None
-) -> jax.Array:
-    """The frequencies of a layer of a transformer.
-
-    Returns:
-        Radians per position, float32 [R / 2], or [B, L, R / 2] with `long_BL`.
-    """
-
-    def scaled(length: int) -> jax.Array:
-        return rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
-
-    frequencies = scaled(length)
-    if long_BL is not None:
-        frequencies = jnp.where(long_BL[..., None], frequencies, scaled(1))
+def model_frequencies(config: TransformerConfig, local: jax.Array | None, *, length: int) -> jax.Array:
+    """The frequencies of a layer of a transformer, in radians per position, float32 [R / 2]."""
+    frequencies = rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
     if local is None or config.local_layers is None or config.local_layers.rope_theta is None:
         return frequencies
     own = rotary_frequencies(config.rotary_dims, config.local_layers.rope_theta, None)
     return jnp.where(local, own, frequencies)
-
-
-def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array | None:
-    """Find the tokens that longrope rotates by its long factors: those of documents longer than the original length.
-
-    The length of a document is its largest position plus one, so that in a packed or padded row it has the factors that
-    it has alone. Positions count up by one within a document.
-
-    Returns:
-        bool [B, L]; None where all tokens of the rows have the same factors, which the length of the row says.
-    """
-    if segments_BL is None or not isinstance(scaling, LongRope) or segments_BL.shape[1] <= scaling.original_length:
-        return None
-    with jax.named_scope("long_documents"):
-        # A document is long if it has a token at position `original_length`: for each token, as far behind it as it is
-        # before that position. Scans along a sharded sequence would send its parts to and fro in stages of a pipeline.
-        length = segments_BL.shape[1]
-        positions_BL = jnp.broadcast_to(positions_BL, segments_BL.shape)
-        left_BL = scaling.original_length - positions_BL
-        there_BL = jnp.arange(length) + jnp.maximum(left_BL, 0)
-        whole_BL = constrain(segments_BL, "batch", None)
-        found_BL = jnp.take_along_axis(whole_BL, jnp.minimum(there_BL, length - 1), axis=1)
-        long_BL = (left_BL <= 0) | ((there_BL < length) & (found_BL == segments_BL))
-        return constrain(long_BL & (segments_BL != 0), "batch", "sequence")

@@ -19,7 +19,7 @@ from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import AXES, config_degrees, stage_over_data
 from jaxtrain.models.adapters import adapt
-from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes, with_remat
+from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
@@ -266,7 +266,7 @@ def model_of(
     num_outputs: int | None = None,
     model: Model | None = None,
 ) -> Model:
-    """The model of a config, or your own one in its place, with the remat policy of the config.
+    """The model of a config, or your own one in its place, which has a remat policy of its own.
 
     Args:
         config: the run.
@@ -276,7 +276,7 @@ def model_of(
     if model is None and isinstance(config.model, CalledModel):
         model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
     if model is not None:
-        return _remat_of_config(model, remat)
+        return _with_policy(model, remat)
     return build_model(
         config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
     )
@@ -287,27 +287,14 @@ def parallelism_of(config: Config) -> Parallelism:
     return Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"}))
 
 
-def _remat_of_config(model: Model, remat: Remat) -> Model:
-    """Your own model with the remat policy of a config.
-
-    Raises:
-        ConfigError: it was built with another policy, or cannot apply one.
-    """
-    applied = with_remat(model, remat) if model.remat is None else None
-    if applied is not None:
-        return applied
+def _with_policy(model: Model, remat: Remat) -> Model:
+    """Your own model, where the config asks for no other remat policy than it has; its default asks for nothing."""
     default = RematConfig()
-    # What is at its default asks for nothing.
     if remat in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
         return model
-    if model.remat is None:
-        raise ConfigError(
-            f"remat.policy={remat.policy}, but the model {model.name} is one function, which no policy reaches; build "
-            "it with from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it and remat.policy=none"
-        )
     raise ConfigError(
-        f"remat.policy={remat.policy}, but the model {model.name} was built with another policy "
-        f"({model.remat.policy}); set one of them only"
+        f"remat.policy={remat.policy} reaches no model from Python; build {model.name} with from_stages(remat=...), "
+        "build_model(remat=...) or jax.checkpoint (nnx.remat, nn.remat) inside it"
     )
 
 

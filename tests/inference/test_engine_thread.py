@@ -19,7 +19,7 @@ from jaxtrain.inference.engine.programs import Chosen
 from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
 from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.decoder import NOWHERE, Decoder
+from jaxtrain.models.model import NOWHERE, Decoder
 
 VOCABULARY = 1000
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtrain.models.stack import scan_stack
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig, ViTConfig
 from jaxtrain.errors import ConfigError
@@ -19,7 +20,6 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.shipped.images import BatchNorm, Conv, resnet
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.shapes import ConvShape
-from jaxtrain.models.stack import scan_stack
 from jaxtrain.models.tasks import classification
 from jaxtrain.remat.policy import Remat
 

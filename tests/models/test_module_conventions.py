@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jaxtrain.models.stack import scan_stack
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
-from jaxtrain.models.stack import scan_stack
 
 ROWS = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
 BATCH = {"inputs": ROWS, "targets": (np.arange(16) % 3).astype(np.int32)}

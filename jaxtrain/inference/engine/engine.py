@@ -17,7 +17,6 @@ from jaxtrain.inference.engine.request import EngineCounters, EngineDead, Engine
 from jaxtrain.inference.engine.scheduler import Scheduler
 from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.inference.sampling import bias_rows
-from jaxtrain.models.decoder import ring_of
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
 
@@ -111,7 +110,6 @@ class Engine:
                 f"{longest}, and 1 or more of the others"
             )
         self._slots, self._chunk, self._queue = slots, min(chunk, self.length), queue
-        self._ring = ring_of(decoder, self.length, self._chunk)
         self._model, self._params, self._cache_dtype = sharded_model, params, cache_dtype
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
@@ -147,7 +145,7 @@ class Engine:
         )
         programs.warm()
         self._params, self._vocab_size = programs.params, programs.vocab_size
-        self._scheduler = Scheduler(programs, self._waiting, ring=self._ring)
+        self._scheduler = Scheduler(programs, self._waiting)
         self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
         self._thread.start()
         # An interpreter that ends while the thread is inside of jax would abort.

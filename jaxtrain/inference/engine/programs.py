@@ -21,8 +21,7 @@ from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, log_
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout, logical_spec
-from jaxtrain.models.decoder import NOWHERE, make_cache
-from jaxtrain.models.model import Decoder, Params
+from jaxtrain.models.model import NOWHERE, Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.precision.policy import cast_floats
@@ -59,13 +58,11 @@ class CacheLayout:
         return jax.tree.map(put, cache, own, self.slot_dims)
 
 
-def cache_layout(
-    decoder: Decoder, layout: Layout, *, slots: int, length: int, chunk: int, dtype: DTypeLike
-) -> CacheLayout:
-    """Find the dims of a decoder's cache, and its shardings; the numbers are as for `make_cache`."""
+def cache_layout(decoder: Decoder, layout: Layout, *, slots: int, length: int, dtype: DTypeLike) -> CacheLayout:
+    """Find the dims of a decoder's cache, and its shardings."""
 
     def shapes(slots: int, more: int = 0) -> Any:
-        return jax.eval_shape(lambda: make_cache(decoder, slots, length + more, dtype, chunk=chunk + more))
+        return jax.eval_shape(lambda: decoder.init_cache(slots, length + more, dtype))
 
     def differs(first: Any, other: Any) -> int:
         return next((dim for dim, size in enumerate(first.shape) if size != other.shape[dim]), -1)
@@ -73,7 +70,6 @@ def cache_layout(
     cache = shapes(slots)
     # Shapes alone say which dim is which, so that a decoder may arrange its cache as it likes.
     slot_dims = jax.tree.map(differs, cache, shapes(slots + 1))
-    # A ring grows with the chunk, and the other caches with the length.
     length_dims = jax.tree.map(differs, cache, shapes(slots, more=1))
     assert all(dim >= 0 for dim in jax.tree.leaves(slot_dims)), "every array of a cache has a row per text"
 
@@ -276,7 +272,7 @@ class Programs:
         assert decoder is not None
         self._model, self.slots, self.chunk = sharded_model, slots, chunk
         dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
-        self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, chunk=chunk, dtype=dtype)
+        self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
         # Once, and not in every step, which would read the parameters as they are stored.
         self.params = cast_floats(params, sharded_model.policy.compute_dtype)
         one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -284,7 +280,7 @@ class Programs:
             if sharded_model.layout.state_axes:
                 # Nor gather what ZeRO 1 and 2 shard over `data`.
                 self.params = jax.jit(hold_parameters)(self.params)
-            one_cache = jax.eval_shape(lambda: make_cache(decoder, 1, length, dtype, chunk=chunk))
+            one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
             logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
         self.vocab_size = logits.shape[-1]
         table = NamedSharding(
@@ -294,7 +290,7 @@ class Programs:
 
         def begin() -> SlotState:
             counts = jnp.zeros((slots, self.vocab_size), jnp.int32)
-            cache = make_cache(decoder, slots, length, dtype, chunk=chunk)
+            cache = decoder.init_cache(slots, length, dtype)
             return SlotState(cache, counts, counts, counts.astype(jnp.float32))
 
         with sharded_model.context():

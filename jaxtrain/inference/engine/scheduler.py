@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.inference.engine.programs import Chosen, Programs
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, Request, Ticket
 from jaxtrain.inference.sampling import RowSampling, Sampling, bias_rows, row_sampling
-from jaxtrain.models.decoder import NOWHERE, Ring, can_go_on
+from jaxtrain.models.model import NOWHERE
 
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16
@@ -23,7 +23,6 @@ class Slot:
     """A row of the cache.
 
     Attributes:
-        written: one more than the last position that was written since position 0 was.
         ticket: whose it is; None: it is free.
         cached: tokens whose keys and values are at positions 0, 1, ... of the row. They stay when the row becomes free,
             so that a prompt that begins with them need not be read again.
@@ -33,12 +32,12 @@ class Slot:
         has_bias: whether the biases of the row on the device may be other than zero.
     """
 
-    def __init__(self, index: int, ring: Ring | None = None):
-        self.index, self.ring = index, ring
+    def __init__(self, index: int):
+        self.index = index
         self.ticket: Ticket | None = None
         self.cached: list[int] = []
         self.text: list[int] = []
-        self.written = self.order = 0
+        self.order = 0
         self.reuses = self.has_bias = False
 
     @property
@@ -55,29 +54,23 @@ class Slot:
         """Give the row to a request, and keep what its prompt begins with."""
         tokens = ticket.request.tokens
         self.ticket, self.order, self.text, self.reuses = ticket, order, list(tokens), True
-        self.keep(self, kept_prefix(self, tokens))
+        self.keep(kept_prefix(self, tokens))
 
-    def keep(self, lender: "Slot", kept: int) -> None:
-        """Note how many tokens of the prompt this row has, which are those that a lender (or itself) had."""
+    def keep(self, kept: int) -> None:
+        """Note how many tokens of the prompt this row has."""
         assert self.ticket is not None
-        self.written = lender.written if kept else 0
         self.cached, self.ticket.cached_tokens = self.text[:kept], kept
 
     def read(self, tokens: Sequence[int]) -> None:
         """Note that the next tokens of the text were written."""
         self.cached += tokens
-        self.written = max(self.written, len(self.cached))
 
 
 def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
-    """Count the tokens of a prompt that need not be read in a row: all but the last, whose logits are needed, at most.
-
-    There are none where layers with a window have overwritten what the next token sees.
-    """
+    """Count the tokens of a prompt that need not be read in a row: not the last, whose logits are needed."""
     pairs = enumerate(zip(slot.cached, tokens, strict=False))
     shared = next((at for at, (one, other) in pairs if one != other), min(len(slot.cached), len(tokens)))
-    shared = min(shared, len(tokens) - 1)
-    return shared if can_go_on(slot.ring, shared, slot.written) else 0
+    return min(shared, len(tokens) - 1)
 
 
 def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
@@ -87,14 +80,11 @@ def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
 
 
 class Scheduler:
-    """The slots of an engine, and the steps that move their texts on.
+    """The slots of an engine, and the steps that move their texts on; `waiting` are the requests for slots."""
 
-    `waiting` are the requests for slots, and `ring` is that of layers with a window (None: all positions are kept).
-    """
-
-    def __init__(self, programs: Programs, waiting: deque[Ticket], *, ring: Ring | None = None):
+    def __init__(self, programs: Programs, waiting: deque[Ticket]):
         self._programs, self.waiting = programs, waiting
-        self._slots = [Slot(index, ring) for index in range(programs.slots)]
+        self._slots = [Slot(index) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
         self._orders = 0
         self.counters = EngineCounters()
@@ -186,7 +176,7 @@ class Scheduler:
         kept = kept_prefix(lender, tokens)
         if kept >= len(slot.cached) + _WORTH_KEEPING:
             self._programs.copy(lender.index, slot.index)
-            slot.keep(lender, kept)
+            slot.keep(kept)
         self._count(cached_tokens=slot.ticket.cached_tokens)
 
     def _write(self, writing: list[Slot]) -> None:

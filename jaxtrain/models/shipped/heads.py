@@ -11,12 +11,10 @@ from flax import nnx
 
 from jaxtrain.config.model import HeadConfig
 from jaxtrain.layout.sharding import constrain, row_numbers
-from jaxtrain.models.initializers import normal
+from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import Linear, Norm
 from jaxtrain.models.shipped.shapes import head_shapes, size_of
 from jaxtrain.ops.elementwise import gelu
-
-_INIT_STDDEV = 0.02  # as the transformer's other kernels
 
 _ACTIVATIONS = {
     "tanh": jnp.tanh,
@@ -99,7 +97,7 @@ class MaskedLanguageModelHead(nnx.Module):
     """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias."""
 
     def __init__(self, head: HeadConfig, width: int, vocab_size: int, *, norm: str, epsilon: float, rngs: nnx.Rngs):
-        shape, init = head_shapes(head, width, None)["dense"], normal(_INIT_STDDEV)
+        shape, init = head_shapes(head, width, None)["dense"], normal(INIT_STDDEV)
         self.dense = Linear(
             shape.inputs, shape.outputs, bias=head.bias, initializer=init, rngs=rngs, low_precision=False
         )
@@ -117,7 +115,7 @@ class PooledHead(nnx.Module):
     """Labels or numbers per text or per token, or an embedding of the text."""
 
     def __init__(self, head: HeadConfig, width: int, num_labels: int | None, rngs: nnx.Rngs):
-        shapes, init = head_shapes(head, width, num_labels), normal(_INIT_STDDEV)
+        shapes, init = head_shapes(head, width, num_labels), normal(INIT_STDDEV)
 
         def layer(name: str) -> Linear | None:
             if name not in shapes:

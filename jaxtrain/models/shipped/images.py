@@ -17,24 +17,22 @@ from flax import nnx
 
 from jaxtrain.config.model import ResNetConfig, ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import constrain
-from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.initializers import fan_in_normal, normal
+from jaxtrain.models.from_nnx import from_nnx, from_stages, make_stack, scan_stack
+from jaxtrain.models.initializers import INIT_STDDEV, fan_in_normal, normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
-from jaxtrain.models.shipped.axes import RESNET, model_axes
-from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Block, Context, block_norm
 from jaxtrain.models.shipped.heads import HeadInputs, PooledHead, head_inputs
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     ResidualBlockShape,
+    model_tensors,
     patch_shape,
     resnet_stages,
     size_of,
     stem_shape,
 )
-from jaxtrain.models.stack import from_stages, make_stack, scan_stack
 from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.images import batch_norm, convolve, max_pool, normalise, normalise_and_convolve
 from jaxtrain.remat.policy import Remat
@@ -143,7 +141,7 @@ class ResNet(nnx.Module):
         self.config, self.remat = config, remat
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-        def call(block: ResidualBlock, x: jax.Array, key: None, extra: None) -> tuple[jax.Array, None]:
+        def call(block: ResidualBlock, x: jax.Array, index: jax.Array, _: None) -> tuple[jax.Array, None]:
             return block(x, train=train), None
 
         x = constrain(x_BHWC, *_BATCH)
@@ -166,11 +164,12 @@ def resnet(
     config: ResNetConfig,
     *,
     input_shape: tuple[int, ...],
-    num_classes: int | None = None,
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
     """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
-    classes = size_of("num_classes", config.num_classes, num_classes)
+    classes = size_of("num_classes", config.num_classes, num_outputs)
     if len(input_shape) != 3:
         raise ConfigError(f"model.kind=resnet takes images, but a row of the data has shape {input_shape}")
 
@@ -182,7 +181,8 @@ def resnet(
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
-    model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
+    axes = model_tensors(config, input_shape=input_shape, num_outputs=classes).axes
+    model = from_nnx(make, axes=axes, call=call, name=config.size or "resnet", gathers_itself=rest)
     return dataclasses.replace(model, num_outputs=classes, convolutional=True)
 
 
@@ -228,11 +228,12 @@ def vit(
     config: ViTConfig,
     *,
     input_shape: tuple[int, ...],
-    num_classes: int | None = None,
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
     """Make a vision transformer as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
-    classes = size_of("num_classes", config.num_classes, num_classes)
+    classes = size_of("num_classes", config.num_classes, num_outputs)
     image_size, channels = image_sizes(config, input_shape)
     blocks = config.blocks(image_size)
 
@@ -244,7 +245,7 @@ def vit(
 
     def block(block: Block, x_BLD: Any, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
         positions_BL = jnp.arange(blocks.max_sequence_length)[None]
-        return block(x_BLD, positions_BL, None, key if train else None)[0]
+        return block(x_BLD, Context(positions_BL), key if train else None)[0]
 
     def head(module: ViT, x_BLD: Any, train: bool) -> jax.Array:
         return module.logits(x_BLD)
@@ -255,7 +256,7 @@ def vit(
         embed=DrawsByRow(embed),
         block=DrawsByRow(block),
         head=head,
-        axes=model_axes(config),
+        axes=model_tensors(config, input_shape=input_shape, num_outputs=classes).axes,
         remat=remat,
         name=config.size or "vit",
     )

@@ -16,9 +16,9 @@ from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
-from jaxtrain.models.shipped.axes import mlp_axes
-from jaxtrain.models.shipped.shapes import dense_layers, size_of
+from jaxtrain.models.shipped.shapes import dense_layers, model_tensors, size_of
 from jaxtrain.ops.elementwise import gelu
+from jaxtrain.remat.policy import Remat
 
 _ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 
@@ -43,8 +43,15 @@ class MLP(nnx.Module):
         return self.output(x_BI)
 
 
-def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
-    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]."""
+def mlp(
+    config: MLPConfig,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    remat: Remat | None = None,
+) -> Model:
+    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]; `remat` means nothing."""
     outputs, scale = size_of("num_outputs", config.num_outputs, num_outputs), config.output_scale
     if scale is not None:
         for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
@@ -68,5 +75,6 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
         mean_O, deviation_O = (jnp.asarray(numbers, jnp.float32) for numbers in (scale.mean, scale.deviation))
         return mean_O + deviation_O * outputs_BO.astype(jnp.float32)
 
-    model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")
+    axes = dict(model_tensors(config, input_shape=input_shape, num_outputs=outputs).axes)
+    model = from_nnx(make, axes=axes, call=DrawsByRow(call), name="mlp")
     return dataclasses.replace(model, num_outputs=outputs)

@@ -13,12 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, sum_over_shards
-from jaxtrain.models.initializers import Initializer, normal
+from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.experts.compute import Kernels, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
-
-_INIT_STDDEV = 0.02  # as the transformer's other kernels
 
 
 @jax.tree_util.register_dataclass
@@ -46,12 +44,6 @@ class Routing:
         real = tokens_BL.size if segments_BL is None else jnp.sum(segments_BL != 0)
         return Routing(zeros_BL, jnp.float32(0), jnp.float32(0), sum_over_shards(jnp.asarray(real, jnp.float32)))
 
-    @staticmethod
-    def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
-        """The value of one layer, from losses of tokens and the share of the routed slots of each expert."""
-        busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
-        return Routing(loss_BL, busiest, unused, jnp.float32(0))
-
     def plus(self, other: "Routing") -> "Routing":
         return jax.tree.map(jnp.add, self, other)
 
@@ -69,8 +61,8 @@ class Routing:
 class Kernel(nnx.Module):
     """A module of one parameter, `kernel`."""
 
-    def __init__(self, shape: tuple[int, ...], *, initializer: Initializer, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
+    def __init__(self, shape: tuple[int, ...], *, stddev: float, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(normal(stddev)(rngs.params(), shape, jnp.float32))
 
 
 class MoE(nnx.Module):
@@ -80,24 +72,18 @@ class MoE(nnx.Module):
         assert config.experts is not None
         self.config = config.experts
         experts, shapes = config.experts.num_experts, mlp_shapes(config)
-        init = normal(_INIT_STDDEV)
-        init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
+        self.router = Kernel(router_shape(config).kernel, stddev=INIT_STDDEV, rngs=rngs)
+        self.up = Kernel((experts, *shapes["up"].kernel), stddev=INIT_STDDEV, rngs=rngs)
+        gated = "gate" in shapes
+        self.gate = Kernel((experts, *shapes["gate"].kernel), stddev=INIT_STDDEV, rngs=rngs) if gated else None
+        stddev_out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+        self.down = Kernel((experts, *shapes["down"].kernel), stddev=stddev_out, rngs=rngs)
 
-        def make(name: str, initializer: Initializer) -> Kernel:
-            return Kernel((experts, *shapes[name].kernel), initializer=initializer, rngs=rngs)
-
-        self.router = Kernel(router_shape(config).kernel, initializer=init, rngs=rngs)
-        self.up = make("up", init)
-        self.gate = make("gate", init) if "gate" in shapes else None
-        self.down = make("down", init_out)
-
-    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """Route each token to its experts and add their outputs, weighted by the router.
 
-        Returns:
-            The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], 0 for padding, to
-            be averaged over the others; and the share of routed slots of each expert over the global batch, float32
-            [E], without a gradient.
+        `real_BL` marks what is no padding. The losses of the routing are 0 for padding, and its shares are of the
+        global batch, without a gradient.
         """
         config = self.config
         with jax.named_scope("router"):
@@ -118,4 +104,5 @@ class MoE(nnx.Module):
         gate_EDF = None if self.gate is None else self.gate.kernel[...]
         kernels = Kernels(self.up.kernel[...], gate_EDF, self.down.kernel[...])
         y_BLD = experts_mlp(x_BLD, weights_BLA, ids_BLA, kernels)
-        return checkpoint_name(y_BLD, "mlp_output"), loss_BL, load_E
+        busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
+        return checkpoint_name(y_BLD, "mlp_output"), Routing(loss_BL, busiest, unused, jnp.float32(0))
