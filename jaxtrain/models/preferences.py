@@ -46,9 +46,6 @@ def dpo(
         label_smoothing: probability that a pair is labelled the wrong way round, from 0 to below 0.5.
         logits, block: as for `language_modeling`.
 
-    Returns:
-        The task.
-
     Raises:
         ConfigError: a number out of range, or a block size for logits that are not partitioned.
 
@@ -99,9 +96,6 @@ def reward() -> Task:
     the token that ends the answer and 0 after it, so that the last token is that one.
 
     A batch is one of `dpo` without `reference`. The accuracy is the share of the pairs with s_c above s_r.
-
-    Returns:
-        The task.
 
     Example:
         >>> jt.reward()

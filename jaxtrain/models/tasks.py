@@ -41,12 +41,7 @@ MACRO = "macro_"
 LogitsAs = Literal["auto", "whole", "tokens", "vocabulary"]
 
 
-def language_modeling(
-    *,
-    z_loss: float | None = None,
-    logits: LogitsAs = "auto",
-    block: int | None = None,
-) -> Task:
+def language_modeling(*, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None) -> Task:
     """Predict the next token: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L] or [B].
 
     Negative targets are ignored.
@@ -60,9 +55,6 @@ def language_modeling(
         logits: how deferred logits are partitioned into blocks (`ops/loss/blocks.py`); auto: from their sizes.
         block: tokens or ids of a block; None: from the sizes.
 
-    Returns:
-        The task.
-
     Raises:
         ConfigError: a block size for logits that are not partitioned, or a weight that is no number.
 
@@ -75,24 +67,14 @@ def language_modeling(
 
 
 def masked_language_modeling(
-    *,
-    z_loss: float | None = None,
-    logits: LogitsAs = "auto",
-    block: int | None = None,
+    *, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None
 ) -> Task:
     """Name the tokens that were hidden: logits [B, L, V] or deferred, `targets` int32 [B, L], -100 where none was.
 
     The model sees both sides of a token (`causal=False`). Evaluation reports the accuracy at the hidden tokens. Source:
     Devlin et al. 2019 (arXiv 1810.04805).
 
-    Args:
-        z_loss, logits, block: as for `language_modeling`.
-
-    Returns:
-        The task.
-
-    Raises:
-        ConfigError: as for `language_modeling`.
+    Arguments and errors are those of `language_modeling`.
 
     Example:
         >>> jt.masked_language_modeling()
@@ -101,25 +83,13 @@ def masked_language_modeling(
     return _token_task("masked_language_modeling", z_loss, logits, block, counts_right=True)
 
 
-def sequence_to_sequence(
-    *,
-    z_loss: float | None = None,
-    logits: LogitsAs = "auto",
-    block: int | None = None,
-) -> Task:
+def sequence_to_sequence(*, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None) -> Task:
     """Write a text for a text: the decoder's logits [B, T, V] or deferred, `targets` int32 [B, T], optional `weights`.
 
     Targets of -100 are ignored, such as those after the end. Evaluation reports the accuracy of single tokens, each
     given the right ones before it.
 
-    Args:
-        z_loss, logits, block: as for `language_modeling`.
-
-    Returns:
-        The task.
-
-    Raises:
-        ConfigError: as for `language_modeling`.
+    Arguments and errors are those of `language_modeling`.
 
     Example:
         >>> jt.sequence_to_sequence(z_loss=1e-4)
@@ -186,9 +156,6 @@ def classification(
         label_smoothing: share of the probability that is spread over all classes, from 0 to below 1.
         class_weights: what a target of each class weighs in the loss, C numbers; None: 1. Metrics count rows alike.
 
-    Returns:
-        The task.
-
     Raises:
         ConfigError: an unknown metric, or a share out of range.
 
@@ -207,9 +174,6 @@ def token_classification(*, metrics: Sequence[str] = ("accuracy",)) -> Task:
 
     Args:
         metrics: as for `classification`, of the tokens that count.
-
-    Returns:
-        The task.
 
     Example:
         >>> step = jt.make_train_step(model, jt.token_classification(), optax.adamw(1e-3))  # targets [B, L]
@@ -297,9 +261,6 @@ def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequenc
     Args:
         loss: the squared error, the absolute one, or optax's Huber loss, which is squared up to an error of 1.
         metrics: what is reported beside it, of the same names.
-
-    Returns:
-        The task.
 
     Raises:
         ConfigError: an unknown name.

@@ -172,11 +172,7 @@ def resnet_stages(config: ResNetConfig) -> list[ResNetStage]:
 
 def _residual_block(config: ResNetConfig, inputs: int, width: int, outputs: int, stride: int) -> ResidualBlockShape:
     if config.bottleneck:  # the stride in the 3x3, as in torchvision
-        convs = (
-            ConvShape(1, inputs, width),
-            ConvShape(3, width, width, stride),
-            ConvShape(1, width, outputs),
-        )
+        convs = (ConvShape(1, inputs, width), ConvShape(3, width, width, stride), ConvShape(1, width, outputs))
     else:
         convs = (ConvShape(3, inputs, width, stride), ConvShape(3, width, outputs))
     same = inputs == outputs and stride == 1
@@ -387,18 +383,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class OuterLayer:
-    """A linear layer before or after the stacks.
+    """A linear layer before or after the stacks."""
 
-    Attributes:
-        path: of its kernel.
-        inputs, outputs: its widths.
-        positions: of a row that it is applied to.
-    """
-
-    path: str
+    path: str  # of its kernel
     inputs: int
     outputs: int
-    positions: int
+    positions: int  # of a row that it is applied to
 
 
 @dataclass(frozen=True)
@@ -423,10 +413,10 @@ def structure_of(
     """The structure of a model; None for one without transformer blocks."""
     match config:
         case TransformerConfig():
-            assert vocab_size is not None
-            stack = Stack("blocks", config, input_shape[0])
-            head = _transformer_head(config, input_shape[0], vocab_size, num_outputs)
-            return Structure((stack,), (), head, vocab_size if config.has_output_layer else None)
+            length, ids = input_shape[0], vocab_size if config.has_output_layer else None
+            head = () if config.head is None else _head_layers(config.head, config.embed_dim, num_outputs, length)
+            head += () if ids is None else (_vocabulary_layer(config, ids, length),)
+            return Structure((Stack("blocks", config, length),), (), head, ids)
         case EncoderDecoderConfig():
             assert vocab_size is not None
             length = input_shape[0]
@@ -439,16 +429,10 @@ def structure_of(
         case ViTConfig():
             image_size, channels = image_sizes(config, input_shape)
             width, tokens = config.embed_dim, config.num_tokens(image_size)
-            patches = tokens - (config.pooling == "first")
-            inputs = math.prod(patch_shape(config, channels).inputs)
-            classes = config.num_classes or num_outputs
-            assert classes is not None
-            return Structure(
-                (Stack("blocks", config.blocks(image_size), tokens),),
-                (OuterLayer("patches/kernel", inputs, width, patches),),
-                (OuterLayer("head/output/kernel", width, classes, 1),),
-                None,
-            )
+            inputs, patches = config.patch_size**2 * channels, tokens - (config.pooling == "first")
+            entry = (OuterLayer("patches/kernel", inputs, width, patches),)
+            head = _head_layers(config.head, width, config.num_classes or num_outputs, tokens)
+            return Structure((Stack("blocks", config.blocks(image_size), tokens),), entry, head, None)
         case _:
             return None
 
@@ -459,19 +443,8 @@ def _vocabulary_layer(config: TransformerConfig | EncoderDecoderConfig, vocab_si
     return OuterLayer(path, config.embed_dim, vocab_size, positions)
 
 
-def _transformer_head(
-    config: TransformerConfig, length: int, vocab_size: int, num_outputs: int | None
-) -> tuple[OuterLayer, ...]:
-    """The layers after the blocks of a transformer."""
-    head, width = config.head, config.embed_dim
-    layers: tuple[OuterLayer, ...] = ()
-    if head is not None:
-        labels = (head.num_labels or num_outputs) if head.has_labels else None
-        positions = 1 if head.is_pooled else length
-        layers = tuple(
-            OuterLayer(f"head/{name}/kernel", math.prod(shape.inputs), math.prod(shape.outputs), positions)
-            for name, shape in head_shapes(head, width, labels).items()
-        )
-    if not config.has_output_layer:
-        return layers
-    return (*layers, _vocabulary_layer(config, vocab_size, length))
+def _head_layers(head: HeadConfig, width: int, num_outputs: int | None, length: int) -> tuple[OuterLayer, ...]:
+    """The linear layers of a head after the blocks."""
+    labels = (head.num_labels or num_outputs) if head.has_labels else None
+    layers, positions = head_shapes(head, width, labels), 1 if head.is_pooled else length
+    return tuple(OuterLayer(f"head/{name}/kernel", width, one.outputs[0], positions) for name, one in layers.items())

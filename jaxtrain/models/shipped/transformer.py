@@ -47,42 +47,21 @@ from jaxtrain.remat.policy import Remat
 PREFILL_CHUNK = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class TransformerInputs:
-    """The inputs of a transformer, all integers [B, L].
-
-    Attributes:
-        tokens_BL: token ids.
-        positions_BL: positions in the document; [1, L] where the inputs give none, the indices in the row.
-        segments_BL: numbers of packed documents, which do not see each other; 0 is padding to heads that read a whole
-            sequence. None: one document per row.
-        token_types_BL: of the two texts of a pair; None: all are 0.
-    """
-
-    tokens_BL: jax.Array
-    positions_BL: jax.Array
-    segments_BL: jax.Array | None = None
-    token_types_BL: jax.Array | None = None
-
-    @staticmethod
-    def of(inputs: Any, config: TransformerConfig) -> "TransformerInputs":
-        """Read the inputs of a batch: tokens, or a dict of entries."""
-        inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
-        others = ("positions", "segments", "token_types") if config.token_types else ("positions", "segments")
-        check_entries(inputs, "transformer", needs=("tokens",), takes=others)
-        tokens_BL = inputs["tokens"]
-        positions_BL = inputs.get("positions", jnp.arange(tokens_BL.shape[1])[None])
-        return TransformerInputs(tokens_BL, positions_BL, inputs.get("segments"), inputs.get("token_types"))
-
-
 def check_entries(inputs: Any, kind: str, *, needs: tuple[str, ...], takes: tuple[str, ...]) -> None:
     """Raise where inputs are no dict of integers by these names: a mask that is not read would go unnoticed."""
     known = (*needs, *takes)
     fits = isinstance(inputs, dict) and set(needs) <= set(inputs) <= set(known)
-    if not fits or not all(
-        value is None or jnp.issubdtype(value.dtype, jnp.integer) for value in jax.tree.leaves(inputs)
-    ):
+    if not fits or not all(jnp.issubdtype(value.dtype, jnp.integer) for value in jax.tree.leaves(inputs)):
         raise ConfigError(f"the {kind} takes integers {', '.join(known)} [B, L], not {shown(inputs)}")
+
+
+def _read(inputs: Any, config: TransformerConfig) -> dict[str, jax.Array]:
+    """The entries of a batch's inputs [B, L]; `positions` [1, L] are the indices in the row where it gives none."""
+    inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+    others = ("positions", "segments", "token_types") if config.token_types else ("positions", "segments")
+    check_entries(inputs, "transformer", needs=("tokens",), takes=others)
+    given = {name: value for name, value in inputs.items() if value is not None}
+    return {"positions": jnp.arange(inputs["tokens"].shape[1])[None], **given}
 
 
 class Transformer(nnx.Module):
@@ -108,19 +87,18 @@ class Transformer(nnx.Module):
         self.head = _head(config, vocab_size, labels, rngs)
         self.config = config
 
-    def embed(self, inputs: TransformerInputs, key: jax.Array | None) -> jax.Array:
+    def embed(self, inputs: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         """Look up the embeddings of tokens, and add those of positions and token types: [B, L, D]."""
-        config = self.config
+        config, tokens_BL = self.config, inputs["tokens"]
         with jax.named_scope("embed"):
-            x_BLD = embedding_lookup(self.embedding[...], inputs.tokens_BL, rows="vocab")
+            x_BLD = embedding_lookup(self.embedding[...], tokens_BL, rows="vocab")
             if config.embedding_scale is not None:
                 x_BLD = x_BLD * jnp.asarray(config.embedding_scale, x_BLD.dtype)
             if self.positions is not None:
-                positions_BL = inputs.positions_BL + config.position_offset
+                positions_BL = inputs["positions"] + config.position_offset
                 x_BLD = x_BLD + embedding_lookup(self.positions[...], positions_BL, rows=None)
             if self.token_types is not None:
-                types_BL = inputs.token_types_BL
-                types_BL = jnp.zeros_like(inputs.tokens_BL) if types_BL is None else types_BL
+                types_BL = inputs.get("token_types", jnp.zeros_like(tokens_BL))
                 x_BLD = x_BLD + embedding_lookup(self.token_types[...], types_BL, rows=None)
             if self.embedding_norm is not None:
                 x_BLD = self.embedding_norm(x_BLD)
@@ -161,7 +139,7 @@ class Transformer(nnx.Module):
             assert own is not None
             return (x_BTD, own.arrays), None
 
-        start = (self.embed(TransformerInputs(tokens_BT, positions_BT), None), cache)
+        start = (self.embed({"tokens": tokens_BT, "positions": positions_BT}, None), cache)
         local_N = _local_layers(config)
         (x_BTD, cache), _ = scan_stack(self.blocks, call, start, path="blocks", remat=Remat(), per_layer=local_N)
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
@@ -219,11 +197,12 @@ def _local_layers(config: TransformerConfig) -> np.ndarray | None:
 
 def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
     """The residual stream before the first block, and what travels beside it; most models have nothing there."""
-    read = TransformerInputs.of(inputs, config)
-    length, scaling = read.tokens_BL.shape[1], config.rope_scaling if config.position == "rotary" else None
+    read = _read(inputs, config)
+    tokens_BL, segments_BL = read["tokens"], read.get("segments")
+    length, scaling = tokens_BL.shape[1], config.rope_scaling if config.position == "rotary" else None
     if length > config.max_sequence_length and config.position == "learned":
         raise ConfigError(f"sequence length {length} exceeds model.max_sequence_length={config.max_sequence_length}")
-    if read.segments_BL is not None and isinstance(scaling, LongRope) and length > scaling.original_length:
+    if segments_BL is not None and isinstance(scaling, LongRope) and length > scaling.original_length:
         raise ConfigError(
             f"longrope rotates by the length of a row, and packed or padded rows of {length} tokens hold shorter texts "
             f"too; use rows of up to original_length={scaling.original_length} tokens, or of one text each"
@@ -231,10 +210,10 @@ def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax
     key = key if train else None
     x_BLD = module.embed(read, key)
     head_key = None if key is None else jax.random.fold_in(key, 1)
-    needs = head_inputs(config.head, read.tokens_BL.shape, read.segments_BL, head_key)
+    needs = head_inputs(config.head, tokens_BL.shape, segments_BL, head_key)
     beside: dict[str, Any] = {}
     if config.experts is not None:
-        beside["routing"] = Routing.none(read.tokens_BL, read.segments_BL)
+        beside["routing"] = Routing.none(tokens_BL, segments_BL)
     beside |= {} if needs.is_empty else {"head": needs}
     # Every stage of a pipeline needs it, and only the first has the table.
     bias_HW = relative_bias(module.relative_positions, config, length - 1)
@@ -246,8 +225,8 @@ def _block(
     config: TransformerConfig, block: Block, carry: Any, inputs: Any, key: jax.Array | None, local: jax.Array | None
 ) -> Any:
     """What `_embed` gave, after a block."""
-    read, beside = TransformerInputs.of(inputs, config), carry if isinstance(carry, dict) else {"x": carry}
-    context = Context(read.positions_BL, read.segments_BL, local, beside.get("bias"))
+    read, beside = _read(inputs, config), carry if isinstance(carry, dict) else {"x": carry}
+    context = Context(read["positions"], read.get("segments"), local, beside.get("bias"))
     x_BLD, routing, _ = block(beside["x"], context, key)
     if not isinstance(carry, dict):
         return x_BLD
