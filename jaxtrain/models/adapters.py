@@ -188,19 +188,12 @@ def merge_adapters(params: Params, model: Model) -> Params:
         Parameters of the model that was adapted. Each kernel is summed in float32, and has the dtype of its base;
         float32 where that is quantized.
 
-    Raises:
-        ConfigError: the model has no adapters.
-
     Example:
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2))
         >>> params, _ = adapted.init(jax.random.key(0))
         >>> merged = jt.merge_adapters(params, adapted)  # for text_model.apply, save_pretrained, ...
     """
-    if model.adapted is None:
-        raise ConfigError(
-            f"merge_adapters: the model {model.name} has no adapters; give what jt.adapt(model, lora=...) made"
-        )
-    linears = model.adapted.original.linears
+    linears = model.linears
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         return _merged_kernel(leaf, linears[path_name(path)]) if is_kernel(leaf) else leaf

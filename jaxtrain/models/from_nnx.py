@@ -24,11 +24,6 @@ from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, 
 from jaxtrain.remat.policy import Remat
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
-# (module, inputs, key, train) -> carry; (block, carry, inputs, key, train) -> carry; (module, carry, train) -> outputs.
-# The module is Any, because each caller's function names its own subclass of nnx.Module.
-EmbedCall = Callable[[Any, Any, jax.Array | None, bool], Any]
-BlockCall = Callable[..., Any]
-HeadCall = Callable[[Any, Any, bool], Any]
 
 
 def to_dict(state: nnx.State) -> dict[str, Any]:
@@ -74,11 +69,8 @@ def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
 
 def metadata_axes(template: nnx.State) -> dict[str, tuple[str | None, ...]]:
     """Read the axes table from the partitioning metadata of variables (`nnx.with_partitioning`)."""
-    return {
-        "/".join(map(str, path)): tuple(variable.get_value())
-        for path, variable in nnx.to_flat_state(nnx.get_partition_spec(template))
-        if variable.get_value()
-    }
+    specs = nnx.to_flat_state(nnx.get_partition_spec(template))
+    return {"/".join(map(str, path)): tuple(spec.get_value()) for path, spec in specs if spec.get_value()}
 
 
 def maker_of(make: Any) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -217,13 +209,12 @@ def scan_stack(
     """Run the layers of a stack in order; variables that are not parameters (batch statistics) are updated in place.
 
     Args:
-        stack: a stack that `make_stack` built.
+        stack: a stack that `make_stack` built, or a range of its layers, of which `first_layer` is the first one.
         call: (block, carry, index int32 [], slice of per_layer) -> (carry, output of this layer).
         carry: tree of arrays that each layer takes from the layer before it.
-        path: path of the stack inside the model, as in its axes table.
+        path: of the stack inside the model.
         remat: what the backward pass keeps of each layer.
-        per_layer: a tree whose leaves have a leading layer dim; each layer gets its slice.
-        first_layer: index of the first layer in the model's stack, where `stack` holds a range of its layers.
+        per_layer: a tree whose leaves have a leading layer dim, of which each layer gets its slice.
 
     Returns:
         The carry after the last layer, and the layers' outputs, stacked along a leading layer dim.
@@ -251,9 +242,9 @@ def from_stages(
     make: Callable[[nnx.Rngs], nnx.Module],
     *,
     stack: str,
-    embed: EmbedCall,
-    block: BlockCall,
-    head: HeadCall,
+    embed: Callable[..., Any],
+    block: Callable[..., Any],
+    head: Callable[..., Any],
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     remat: Remat | None = None,
     name: str | None = None,
@@ -339,7 +330,7 @@ class _Stages:
     remat: Remat
     per_layer: Any
 
-    def parts(self, embed: EmbedCall, block: BlockCall, head: HeadCall) -> Parts:
+    def parts(self, embed: Callable[..., Any], block: Callable[..., Any], head: Callable[..., Any]) -> Parts:
         """The parts of a model, which call these functions."""
         abstract_stack = to_dict(self.template)[self.stack]
 

@@ -3,6 +3,7 @@
 Shapes: B batch, L length, H heads, K head_dim, R rotated dims of a head.
 """
 
+import functools
 import math
 
 import jax
@@ -14,8 +15,16 @@ from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, Tr
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.rope import longrope_factor
 from jaxtrain.models.initializers import Initializer
-from jaxtrain.ops.elementwise import aligned, drop_by_row
+from jaxtrain.ops.elementwise import aligned, drop_by_row, gelu
 from jaxtrain.ops.linear import linear
+
+# Nonlinearities without a gate.
+ACTIVATIONS = {
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "gelu": gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 class Linear(nnx.Module):
@@ -96,13 +105,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def rotary_frequencies(dims: int, theta: float, scaling: AnyRope | None, *, length: int = 1) -> jax.Array:
-    """Compute by how much each pair of dims is rotated per position.
-
-    Source: Su et al. 2021; of the scalings, see `config/rope.py`.
-
-    Returns:
-        Radians per position, float32 [dims / 2].
-    """
+    """By how much each pair of dims is rotated per position: radians, float32 [dims / 2]; Su et al. 2021."""
     frequencies = theta ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
     match scaling:
         case None:
@@ -140,25 +143,19 @@ def _yarn_kept(dims: int, theta: float, scaling: YarnRope) -> np.ndarray:
 
 def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
     """The factor of cos and sin, and so of rotated queries and keys, of a model with so many positions."""
-    match scaling:
-        case YarnRope() if scaling.attention_factor is None:
-            return 0.1 * math.log(scaling.factor) + 1
-        case LongRope() if scaling.attention_factor is None:
-            return longrope_factor(scaling.original_length, max_length)
-        case YarnRope() | LongRope():
-            assert scaling.attention_factor is not None
-            return scaling.attention_factor
-        case _:
-            return 1.0
+    if not isinstance(scaling, YarnRope | LongRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if isinstance(scaling, YarnRope):
+        return 0.1 * math.log(scaling.factor) + 1
+    return longrope_factor(scaling.original_length, max_length)
 
 
 def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *, factor: float = 1.0) -> jax.Array:
     """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
 
     `frequencies` are float32 [R / 2]; the first R of K dims are rotated.
-
-    Returns:
-        [B, L, H, K] in the dtype of x_BLHK.
     """
     dims = 2 * frequencies.shape[-1]
     if dims < x_BLHK.shape[-1]:

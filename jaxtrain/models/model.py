@@ -221,15 +221,13 @@ class Adapted:
     trains: Callable[[str], bool]  # parameter path -> whether it is trained unless something else is asked for
 
 
-@dataclass(frozen=True)
-class PartsApply:
-    """The model as the composition of its parts; it has no model_state.
+class ComputesLogits:
+    """An `Apply` that gives logits, as everybody expects, and `deferred` outputs where a step's task takes them.
 
-    Calling it gives logits, as everybody expects of `Model.apply`. The step asks for `deferred` outputs where its task
-    takes them. The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
+    The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
     """
 
-    parts: Parts
+    deferred: Any  # like the object itself, with `DeferredLogits` in place of logits
 
     def __call__(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -237,10 +235,16 @@ class PartsApply:
         outputs, model_state = self.deferred(params, model_state, inputs, key=key, train=train)
         return compute_logits(outputs), model_state
 
+
+@dataclass(frozen=True)
+class PartsApply(ComputesLogits):
+    """The model as the composition of its parts; it has no model_state."""
+
+    parts: Parts
+
     def deferred(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        """Outputs as the head gives them: `DeferredLogits` in place of logits, where the model has them."""
         parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
         with hide_stack_sums():
@@ -252,16 +256,10 @@ class PartsApply:
 
 
 @dataclass(frozen=True)
-class DefersLogits:
-    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row; called as `PartsApply` is."""
+class DefersLogits(ComputesLogits):
+    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row."""
 
     deferred: Apply
-
-    def __call__(
-        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, ModelState]:
-        outputs, model_state = self.deferred(params, model_state, inputs, key=key, train=train)
-        return compute_logits(outputs), model_state
 
 
 def by_row_as(function: Callable[..., Any], given: Callable[..., Any]) -> Any:
@@ -272,7 +270,7 @@ def by_row_as(function: Callable[..., Any], given: Callable[..., Any]) -> Any:
 def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
     """The key that `Model.apply`, or `embed` or `layers` of its parts, gets where it is traced: see `DrawsByRow`."""
     # The parts get theirs one by one.
-    return key if key is None or isinstance(function, DrawsByRow | PartsApply | DefersLogits) else shard_key(key)
+    return key if key is None or isinstance(function, DrawsByRow | ComputesLogits) else shard_key(key)
 
 
 def drawn_shapes(init: Callable[[jax.Array], Any]) -> tuple[Params, ModelState]:

@@ -24,7 +24,7 @@ from jaxtrain.layout.sharding import (
     use_layout,
     with_parameters,
 )
-from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
+from jaxtrain.models.model import Apply, ComputesLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
 from jaxtrain.ops.linear import use_linear_format
 from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.policy import Policy, cast_floats, check_sums
@@ -98,22 +98,10 @@ class ShardedModel:
     def apply(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        """The model in the compute dtype, its parameters gathered from their `fsdp` shards.
+        """The model in the compute dtype, its parameters gathered from their shards; arguments as of `Model.apply`.
 
-        To be traced under `jit`, with `params` sharded as `abstract_params`. Outside `context` it enters that itself.
-
-        Args:
-            params: as `abstract_params`, or quantized.
-            model_state: as `abstract_model_state`.
-            inputs: array or tree [batch, ...].
-            key: of the model's random numbers; None: no randomness.
-            train: whether dropout and batch statistics behave as in training.
-
-        Returns:
-            Outputs, and the model_state after this batch.
-
-        Raises:
-            ConfigError: the model cannot be applied to such parameters or inputs; the model's own error is its cause.
+        To be traced under `jit`, with `params` sharded as `abstract_params`, also quantized. Outside `context` it
+        enters that itself. A model that fails on its inputs raises a ConfigError with its own error as the cause.
         """
         return self._apply(self.model.apply, params, model_state, inputs, key, train)
 
@@ -122,7 +110,7 @@ class ShardedModel:
     ) -> tuple[Any, ModelState]:
         """`apply` with `DeferredLogits` in place of logits, where the model has them; for a task that takes them."""
         apply = self.model.apply
-        if isinstance(apply, PartsApply | DefersLogits):
+        if isinstance(apply, ComputesLogits):
             apply = apply.deferred
         return self._apply(apply, params, model_state, inputs, key, train)
 
@@ -201,12 +189,8 @@ def place_model(
 ) -> ShardedModel:
     """A model with the specs of its parameters on a layout; nothing is allocated.
 
-    Args:
-        model: its functions.
-        layout: mesh and rules, without specs of parameters.
-        policy: number formats.
-        trainable: see `stored_params`.
-        max_replicated_fraction: share of the parameter bytes that may be replicated although `fsdp` > 1.
+    `max_replicated_fraction` is the share of the parameter bytes that may be replicated although `fsdp` > 1; for
+    `trainable` see `stored_params`.
 
     Raises:
         ConfigError: a row of the axes table that matches no parameter, sizes that do not divide by the mesh, too many

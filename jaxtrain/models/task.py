@@ -342,11 +342,6 @@ def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | No
     """A metric as (sum, weight), or as (total, None)."""
     if name in _RESERVED:
         raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which jaxtrain reports itself; rename it")
-    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-    if not is_pair or not _is_numeric(pair[0]) or not (pair[1] is None or _is_numeric(pair[1])):
-        raise ConfigError(
-            f"metric {name!r} of task {task.name!r} must be a pair (sum, weight), or (total, None), not {shown(pair)}"
-        )
     value, weight = pair
     return jnp.asarray(value, jnp.float32), None if weight is None else jnp.asarray(weight, jnp.float32)
 
@@ -422,9 +417,6 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
 
     Returns:
         int32 ids that logits have, and float32 weights, NaN where a target is an id that no logit has; both [...].
-
-    Raises:
-        ConfigError: logits, targets or weights of the wrong shape or dtype.
     """
     shape: tuple[int, ...] = getattr(logits, "shape", ())
     if isinstance(logits, DeferredLogits):
@@ -455,16 +447,10 @@ def num_classes(outputs: Any) -> int:
 
 
 def row_dims(outputs: Callable[[Any], Any], inputs: Any, rows: int) -> tuple[list[int | str | None], Any]:
-    """Find which leaves of a model's outputs have rows: with twice the rows, their first dimension is twice as large.
-
-    Args:
-        outputs: inputs -> outputs; traced, not run.
-        inputs: arrays or shapes [rows, ...].
-        rows: of the inputs.
+    """Find which leaves of outputs have rows: with twice the inputs [rows, ...], their first dim is twice as large.
 
     Returns:
-        For each leaf 0; None: it has no rows; "mixed": another dimension counts them, or it counts otherwise. And the
-        outputs as shapes.
+        For each leaf 0; None: it has no rows; "mixed": anything else. And the outputs as shapes.
     """
 
     def times(count: int) -> Any:

@@ -1,7 +1,7 @@
 """The shipped tasks and their metrics. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -165,8 +165,7 @@ def classification(
     """
     if not 0 <= label_smoothing < 1:
         raise ConfigError(f"classification: label_smoothing={label_smoothing} is not from 0 to below 1, such as 0.1")
-    of_classes = None if class_weights is None else tuple(map(float, class_weights))
-    return _class_task("classification", {}, metrics, label_smoothing, of_classes)
+    return _class_task("classification", {}, metrics, label_smoothing, class_weights)
 
 
 def token_classification(*, metrics: Sequence[str] = ("accuracy",)) -> Task:
@@ -187,70 +186,49 @@ def _class_task(
     axes: Mapping[str, tuple[str | None, ...]],
     metrics: Sequence[str],
     label_smoothing: float = 0.0,
-    class_weights: tuple[float, ...] | None = None,
+    class_weights: Sequence[float] | None = None,
 ) -> Task:
     metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     for metric in metrics:
         if metric not in _CLASS_METRICS and not (metric[:4] == "top_" and metric[4:].isdigit()):
             raise ConfigError(f"{name}: there is no metric {metric!r}; use {', '.join(_CLASS_METRICS)} or top_5")
-    loss = functools.partial(_class_loss, name, metrics, label_smoothing, class_weights)
+
+    def loss(outputs: Any, batch: Batch) -> TaskSums:
+        targets, weights = checked_ids(name, outputs, batch)
+        found: Sums = {}
+        for metric in metrics:
+            found |= _class_metric(metric, outputs, targets, weights)
+        losses = cross_entropy(outputs, targets)
+        if label_smoothing:
+            spread = -jnp.mean(jax.nn.log_softmax(outputs.astype(jnp.float32)), axis=-1)
+            losses = (1 - label_smoothing) * losses + label_smoothing * spread
+        if class_weights is not None:
+            if len(class_weights) != outputs.shape[-1]:
+                raise ConfigError(f"{name}: {len(class_weights)} class_weights for {outputs.shape[-1]} classes")
+            weights = weights * jnp.asarray(class_weights, jnp.float32)[jnp.maximum(targets, 0)]
+        return jnp.sum(losses * weights), jnp.sum(weights), found
+
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
-def _class_loss(
-    name: str,
-    metrics: tuple[str, ...],
-    label_smoothing: float,
-    class_weights: tuple[float, ...] | None,
-    outputs: Any,
-    batch: Batch,
-) -> TaskSums:
-    targets, weights = checked_ids(name, outputs, batch)
-    found = _class_metrics(metrics, outputs, targets, weights)
-    losses = cross_entropy(outputs, targets)
-    if label_smoothing:
-        spread = -jnp.mean(jax.nn.log_softmax(outputs.astype(jnp.float32)), axis=-1)
-        losses = (1 - label_smoothing) * losses + label_smoothing * spread
-    if class_weights is not None:
-        if len(class_weights) != outputs.shape[-1]:
-            raise ConfigError(f"{name}: {len(class_weights)} class_weights for {outputs.shape[-1]} classes")
-        weights = weights * jnp.asarray(class_weights, jnp.float32)[jnp.maximum(targets, 0)]
-    return jnp.sum(losses * weights), jnp.sum(weights), found
+_CLASS_METRICS = ("accuracy", "precision", "recall", "f1")
 
 
-def _counts(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights of the targets [C] that were named rightly, that were named, and that there are, of each class."""
+def _class_metric(name: str, logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+    """A metric of classes; precision, recall and f1 of more than two are of each, under names with `MACRO`."""
+    if name == "accuracy":
+        return {name: (weight_of_right(logits, targets, weights), jnp.sum(weights))}
+    if name not in _CLASS_METRICS:
+        _, best = jax.lax.top_k(logits, int(name[4:]))
+        right = jnp.any(best == targets[..., None], axis=-1)
+        return {name: (jnp.sum(jnp.where(right, weights, 0.0)), jnp.sum(weights))}
     classes = logits.shape[-1]
     said, meant = (jax.nn.one_hot(ids, classes) for ids in (jnp.argmax(logits, axis=-1), targets))
-    sums = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
+    right, named, there = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
+    ratios = {"precision": (right, named), "recall": (right, there), "f1": (2 * right, named + there)}
+    total, weight = ratios[name]
     # Of two classes, people mean the second one.
-    right, named, there = (one[1] if classes == 2 else one for one in sums)
-    return right, named, there
-
-
-# (right, named, there) -> (sum, weight)
-_CLASS_METRICS: Mapping[str, Callable[[Any, Any, Any], tuple[jax.Array, jax.Array]] | None] = {
-    "accuracy": None,
-    "precision": lambda right, named, there: (right, named),
-    "recall": lambda right, named, there: (right, there),
-    "f1": lambda right, named, there: (2 * right, named + there),
-}
-
-
-def _class_metrics(names: Iterable[str], logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-    """Metrics of classes; precision, recall and f1 of more than two are of each, under names with `MACRO`."""
-    found: Sums = {}
-    for name in names:
-        if name == "accuracy":
-            found[name] = (weight_of_right(logits, targets, weights), jnp.sum(weights))
-        elif ratio := _CLASS_METRICS.get(name):
-            total, weight = ratio(*_counts(logits, targets, weights))
-            found[name if total.ndim == 0 else f"{MACRO}{name}"] = (total, weight)
-        else:
-            _, best = jax.lax.top_k(logits, int(name[4:]))
-            right = jnp.any(best == targets[..., None], axis=-1)
-            found[name] = (jnp.sum(jnp.where(right, weights, 0.0)), jnp.sum(weights))
-    return found
+    return {name: (total[1], weight[1])} if classes == 2 else {f"{MACRO}{name}": (total, weight)}
 
 
 def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequence[str] = ()) -> Task:

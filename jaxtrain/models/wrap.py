@@ -43,20 +43,15 @@ def from_functions(
 
     Args:
         init: key -> params, a nested dict of float32 arrays.
-        apply: (params, inputs) -> outputs; left out where `parts` say it.
+        apply: (params, inputs) -> outputs.
         axes: see `Model.axes`.
         name: for people.
-        parts: the model partitioned for a pipeline.
-
-    Raises:
-        ConfigError: not exactly one of `apply` and `parts`.
+        parts: the model partitioned for a pipeline; they take the place of `apply`.
 
     Example:
         >>> init = lambda key: {"w": jax.random.normal(key, (4, 3))}
         >>> model = jt.from_functions(init, lambda params, inputs: inputs @ params["w"])
     """
-    if (apply is None) == (parts is None):
-        raise ConfigError("from_functions takes apply or parts; write from_functions(init, apply)")
 
     def apply_model(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -269,7 +264,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
         >>> sorted(pair.init(jax.random.key(0))[0])
         ['student', 'teacher']
     """
-    models = dict(models)
+    models, numbers = dict(models), {part: i for i, part in enumerate(models)}
     for part, model in models.items():
         if model.adapted is not None:
             raise ConfigError(
@@ -285,13 +280,10 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[dict[str, Any], ModelState]:
-        if not isinstance(inputs, Mapping) or not inputs or set(inputs) - set(models):
-            raise ConfigError(f"the model takes a dict by the names {', '.join(models)}, not {shown(inputs)}")
         outputs, states = {}, dict(model_state)
         layout = current_layout()
-        for i, (part, model) in enumerate(models.items()):
-            if part not in inputs:
-                continue
+        for part in inputs:
+            i, model = numbers[part], models[part]
             part_key = None if key is None else key_for(model.apply, jax.random.fold_in(key, i))
             with use_layout(None if layout is None else layout_of_part(layout, part, model.axes)):
                 outputs[part], state = model.apply(

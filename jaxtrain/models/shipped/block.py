@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.attention.cached import BLOCK, CachedKeys, cached_attention, cached_attention_in_blocks
@@ -109,13 +109,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Stddevs:
-    """Standard deviations of the kernels of a stack."""
+    """Standard deviations of the kernels of a stack; `up` is of the gate too."""
 
-    query: float  # of the layer that makes queries
-    key_value: float  # of those that make keys and values
-    attention_output: float  # of the layer after attention
-    up: float  # of the first layers of the MLP, gate and experts included
-    down: float  # of its last layer
+    query: float
+    key_value: float
+    attention_output: float
+    up: float
+    down: float
     relative: float  # of the table of relative positions
 
 
@@ -289,7 +289,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         h_BLF = self.up(x_BLD)
-        h_BLF = activate(h_BLF, self.activation) if self.gate is None else self._gated(self.gate, x_BLD, h_BLF)
+        h_BLF = ACTIVATIONS[self.activation](h_BLF) if self.gate is None else self._gated(self.gate, x_BLD, h_BLF)
         h_BLF = checkpoint_name(constrain(h_BLF, "batch", "sequence", "activation_mlp"), "mlp_hidden")
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
@@ -302,19 +302,6 @@ class MLP(nnx.Module):
             # and computes the sigmoid again, where autodiff keeps six arrays: a fifth of all temporary memory.
             product = jax.checkpoint(product, prevent_cse=False)
         return product(gate(x_BLD), up_BLF)
-
-
-def activate(x: jax.Array, activation: str) -> jax.Array:
-    """Apply a nonlinearity without a gate."""
-    match activation:
-        case "gelu":
-            return gelu(x)
-        case "gelu_exact":
-            return jax.nn.gelu(x, approximate=False)
-        case "relu":
-            return jax.nn.relu(x)
-        case _:
-            raise AssertionError(f"{activation} has a gate")
 
 
 class Block(nnx.Module):

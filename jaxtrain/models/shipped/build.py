@@ -59,8 +59,6 @@ def build_model(
         config = load_config({"model": config}).config.model
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     if isinstance(config, CalledModel):
-        if remat is not None:
-            raise ConfigError(f"remat: the function {config.call} applies its own policy; leave remat out")
         return _called_model(config, sizes)
     known = _OFFLOADED.get(config.kind)
     wrong = [name for name in (remat or Remat()).offload if not isinstance(config, OF_BLOCKS) and name != known]

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_nnx, make_stack, scan_stack
 from jaxtrain.models.initializers import INIT_STDDEV, normal
@@ -129,10 +128,9 @@ class EncoderDecoder(nnx.Module):
             x_BSD, _ = scan_stack(self.encoder.blocks, call, x_BSD, path="encoder/blocks", remat=self.remat)
             return Block.inner(self.encoder.output_norm(x_BSD))
 
-    def write(self, inputs: dict[str, jax.Array | None], memory_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def write(self, inputs: dict[str, jax.Array], memory_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """Apply the decoder to whole outputs that are known: [B, T, D], of which `head` makes logits."""
         tokens_BT, segments_BT = inputs["decoder_tokens"], inputs.get("decoder_segments")
-        assert tokens_BT is not None
         length = tokens_BT.shape[1]
         mask_BTS = _memory_mask(inputs.get("segments"), segments_BT, length, memory_BSD.shape[1])
         bias_HW = relative_bias(self.decoder.relative_positions, self.config.decoder_stack, length - 1)
@@ -212,15 +210,6 @@ def _memory_mask(
     return decoder_segments_BT[:, :, None] == segments_BS[:, None]
 
 
-def _read(inputs: Any, config: EncoderDecoderConfig) -> dict[str, jax.Array | None]:
-    """The inputs of a batch, checked."""
-    check_entries(inputs, "encoder_decoder", needs=("tokens", "decoder_tokens"), takes=("segments", "decoder_segments"))
-    longest = max(inputs["tokens"].shape[1], inputs["decoder_tokens"].shape[1])
-    if longest > config.max_sequence_length:
-        raise ConfigError(f"sequence length {longest} exceeds model.max_sequence_length={config.max_sequence_length}")
-    return inputs
-
-
 def encoder_decoder(
     config: EncoderDecoderConfig,
     *,
@@ -240,13 +229,12 @@ def encoder_decoder(
     def make(rngs: nnx.Rngs) -> EncoderDecoder:
         return EncoderDecoder(config, vocabulary, remat or Remat(), rngs)
 
-    def call(module: nnx.Module, inputs: Any, key: jax.Array | None, train: bool) -> DeferredLogits:
-        assert isinstance(module, EncoderDecoder)
-        entries, key = _read(inputs, config), key if train else None
-        tokens_BS = entries["tokens"]
-        assert tokens_BS is not None
-        memory_BSD = module.encode(tokens_BS, entries.get("segments"), key)
-        return module.head(module.write(entries, memory_BSD, key))
+    def call(module: Any, inputs: Any, key: jax.Array | None, train: bool) -> DeferredLogits:
+        takes = ("segments", "decoder_segments")
+        check_entries(inputs, "encoder_decoder", needs=("tokens", "decoder_tokens"), takes=takes)
+        key = key if train else None
+        memory_BSD = module.encode(inputs["tokens"], inputs.get("segments"), key)
+        return module.head(module.write(inputs, memory_BSD, key))
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 

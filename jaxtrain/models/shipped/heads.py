@@ -12,16 +12,8 @@ from flax import nnx
 from jaxtrain.config.model import HeadConfig
 from jaxtrain.layout.sharding import constrain, row_numbers
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import Linear, Norm
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm
 from jaxtrain.models.shipped.shapes import head_shapes, size_of
-from jaxtrain.ops.elementwise import gelu
-
-_ACTIVATIONS = {
-    "tanh": jnp.tanh,
-    "relu": jax.nn.relu,
-    "gelu": gelu,
-    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
-}
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +96,7 @@ class MaskedLanguageModelHead(nnx.Module):
         self.norm = Norm(width, kind=norm, bias=head.bias, epsilon=epsilon)
         self.bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if head.bias else None
         assert head.hidden is not None
-        self.activation = _ACTIVATIONS[head.hidden]
+        self.activation = ACTIVATIONS[head.hidden]
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Compute what the output layer takes: [B, L, D]."""
@@ -131,7 +123,7 @@ class PooledHead(nnx.Module):
         y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
         if self.hidden is not None:
             assert self.head.hidden is not None
-            y = _ACTIVATIONS[self.head.hidden](self.hidden(y))
+            y = ACTIVATIONS[self.head.hidden](self.hidden(y))
         y = _dropout(y, self.head.dropout, needs.seed_B2)
         if self.output is not None:
             y = self.output(y)

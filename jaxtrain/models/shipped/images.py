@@ -46,8 +46,7 @@ class Conv(nnx.Module):
     """A convolution without bias and with 'same' padding."""
 
     def __init__(self, shape: ConvShape, *, rngs: nnx.Rngs):
-        init = fan_in_normal(2.0)
-        self.kernel = nnx.Param(init(rngs.params(), shape.kernel, jnp.float32))
+        self.kernel = nnx.Param(fan_in_normal(2.0)(rngs.params(), shape.kernel, jnp.float32))
         self.stride = shape.stride
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -60,12 +59,11 @@ class BatchNorm(nnx.Module):
     The step is traced over global arrays, so that the means are over all devices on every mesh.
     """
 
-    def __init__(self, channels: int, *, momentum: float, zero_scale: bool = False):
+    def __init__(self, channels: int, *, zero_scale: bool = False):
         self.scale = nnx.Param(jnp.full((channels,), 0.0 if zero_scale else 1.0, jnp.float32))
         self.bias = nnx.Param(jnp.zeros((channels,), jnp.float32))
         self.mean = nnx.BatchStat(jnp.zeros((channels,), jnp.float32))
         self.variance = nnx.BatchStat(jnp.ones((channels,), jnp.float32))
-        self.momentum = momentum
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
         scale, bias = self._scale_and_bias()
@@ -89,23 +87,21 @@ class BatchNorm(nnx.Module):
 
     def _update(self, mean: jax.Array, variance: jax.Array, count: int) -> None:
         unbiased = variance * (count / max(count - 1, 1))
-        self.mean[...] = self.momentum * self.mean[...] + (1 - self.momentum) * mean
-        self.variance[...] = self.momentum * self.variance[...] + (1 - self.momentum) * unbiased
+        self.mean[...] = _NORM_MOMENTUM * self.mean[...] + (1 - _NORM_MOMENTUM) * mean
+        self.variance[...] = _NORM_MOMENTUM * self.variance[...] + (1 - _NORM_MOMENTUM) * unbiased
 
 
 class ResidualBlock(nnx.Module):
     """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones (bottleneck), whose output is added to a shortcut."""
 
-    def __init__(self, shape: ResidualBlockShape, *, momentum: float, rngs: nnx.Rngs):
+    def __init__(self, shape: ResidualBlockShape, *, rngs: nnx.Rngs):
         self.convs, self.norms = nnx.List([]), nnx.List([])
         for conv in shape.convs:
             self.convs.append(Conv(conv, rngs=rngs))
             # A block starts as the identity (Goyal et al. 2017, section 5.1).
-            last = conv is shape.convs[-1]
-            self.norms.append(BatchNorm(conv.outputs, momentum=momentum, zero_scale=last))
+            self.norms.append(BatchNorm(conv.outputs, zero_scale=conv is shape.convs[-1]))
         self.shortcut = None if shape.shortcut is None else Conv(shape.shortcut, rngs=rngs)
-        norm = None if shape.shortcut is None else BatchNorm(shape.shortcut.outputs, momentum=momentum)
-        self.shortcut_norm = norm
+        self.shortcut_norm = None if shape.shortcut is None else BatchNorm(shape.shortcut.outputs)
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
         y = self.convs[0](x_BHWC)
@@ -124,19 +120,19 @@ class ResNet(nnx.Module):
     """
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, remat: Remat, rngs: nnx.Rngs):
-        momentum, stages = _NORM_MOMENTUM, resnet_stages(config)
+        stages = resnet_stages(config)
         self.stem = Conv(stem_shape(config, channels), rngs=rngs)
-        self.stem_norm = BatchNorm(config.width, momentum=momentum)
+        self.stem_norm = BatchNorm(config.width)
         for number, stage in enumerate(stages):
-            setattr(self, f"stage{number}_first", ResidualBlock(stage.first, momentum=momentum, rngs=rngs))
+            setattr(self, f"stage{number}_first", ResidualBlock(stage.first, rngs=rngs))
             if stage.num_rest:
 
                 def make(rngs: nnx.Rngs, shape: ResidualBlockShape = stage.rest) -> ResidualBlock:
-                    return ResidualBlock(shape, momentum=momentum, rngs=rngs)
+                    return ResidualBlock(shape, rngs=rngs)
 
                 setattr(self, f"stage{number}_rest", make_stack(make, stage.num_rest, rngs))
-        init = fan_in_normal(1.0)
-        self.head_kernel = nnx.Param(init(rngs.params(), (stages[-1].outputs, num_classes), jnp.float32))
+        shape = (stages[-1].outputs, num_classes)
+        self.head_kernel = nnx.Param(fan_in_normal(1.0)(rngs.params(), shape, jnp.float32))
         self.head_bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32))
         self.config, self.remat = config, remat
 
@@ -176,8 +172,7 @@ def resnet(
     def make(rngs: nnx.Rngs) -> ResNet:
         return ResNet(config, input_shape[-1], classes, remat or Remat(), rngs)
 
-    def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
-        assert isinstance(module, ResNet)
+    def call(module: Any, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
@@ -240,22 +235,16 @@ def vit(
     def make(rngs: nnx.Rngs) -> ViT:
         return ViT(config, image_size, channels, classes, rngs)
 
-    def embed(module: ViT, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
-        return module.embed(inputs, key if train else None)
-
     def block(block: Block, x_BLD: Any, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
         positions_BL = jnp.arange(blocks.max_sequence_length)[None]
         return block(x_BLD, Context(positions_BL), key if train else None)[0]
 
-    def head(module: ViT, x_BLD: Any, train: bool) -> jax.Array:
-        return module.logits(x_BLD)
-
     built = from_stages(
         make,
         stack="blocks",
-        embed=DrawsByRow(embed),
+        embed=DrawsByRow(lambda module, inputs, key, train: module.embed(inputs, key if train else None)),
         block=DrawsByRow(block),
-        head=head,
+        head=lambda module, x_BLD, train: module.logits(x_BLD),
         axes=model_tensors(config, input_shape=input_shape, num_outputs=classes).axes,
         remat=remat,
         name=config.size or "vit",

@@ -5,6 +5,7 @@ Shapes: B batch, I input features, O output features.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,10 @@ from jaxtrain.config.model import MLPConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.initializers import fan_in_normal
-from jaxtrain.models.layers import Linear, dropout
+from jaxtrain.models.layers import ACTIVATIONS, Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.shapes import dense_layers, model_tensors, size_of
-from jaxtrain.ops.elementwise import gelu
 from jaxtrain.remat.policy import Remat
-
-_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
 
 
 class MLP(nnx.Module):
@@ -38,7 +36,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, *, key: jax.Array | None) -> jax.Array:
         x_BI = x.reshape(x.shape[0], -1)
         for index, layer in enumerate(self.layers):
-            x_BI = _ACTIVATIONS[self.config.activation](layer(x_BI))
+            x_BI = ACTIVATIONS[self.config.activation](layer(x_BI))
             x_BI = dropout(x_BI, self.config.dropout, None if key is None else jax.random.fold_in(key, index))
         return self.output(x_BI)
 
@@ -63,8 +61,7 @@ def mlp(
     def make(rngs: nnx.Rngs) -> MLP:
         return MLP(config, math.prod(input_shape), outputs, rngs)
 
-    def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
-        assert isinstance(module, MLP)
+    def call(module: Any, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
         if jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ConfigError(
                 "model.kind=mlp takes floats, but the data gives integers (token ids); set model.kind=transformer"

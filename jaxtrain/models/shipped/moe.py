@@ -48,12 +48,7 @@ class Routing:
         return jax.tree.map(jnp.add, self, other)
 
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
-        """Return what the model gives its task besides the logits.
-
-        Returns:
-            `expert_busiest` and `experts_unused`, float32 [], means over the layers; in training also `router_loss`
-            [B, L], the sum over the layers, and `router_tokens` float32 [], the number of tokens that it is of.
-        """
+        """What the model gives its task besides the logits: means over the layers, and in training the summed loss."""
         means = {"expert_busiest": self.busiest / num_layers, "experts_unused": self.unused / num_layers}
         return {"router_loss": self.loss_BL, "router_tokens": self.tokens, **means} if train else means
 

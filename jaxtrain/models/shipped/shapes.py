@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxtrain.config.model import (
     GATED,
-    CalledModel,
     EncoderDecoderConfig,
     HeadConfig,
     MLPConfig,
@@ -214,14 +213,13 @@ def model_tensors(
             num_classes = config.num_classes or num_outputs
             assert num_classes is not None
             return _tensors(_vit(config, input_shape, num_classes), stack="blocks")
-        case MLPConfig():
+        case _:
+            assert isinstance(config, MLPConfig)
             assert num_outputs is not None
             rows: Rows = {}
             for path, one in dense_layers(config, math.prod(input_shape), num_outputs).items():
                 rows |= _linear(path, one)
             return _tensors(rows)
-        case CalledModel():
-            raise AssertionError("the tensors of a model of the user's own are known from its init")
 
 
 def _tensors(rows: Rows, **more: Any) -> Tensors:
