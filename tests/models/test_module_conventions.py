@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jaxtrain.models.stack import scan_stack
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.from_nnx import scan_stack
 from jaxtrain.models.model import Model
 
 ROWS = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)

@@ -353,7 +353,8 @@ class Block(nnx.Module):
             inner_BLD = self.inner(mlp_input_BLD if self.form == "post" else self.mlp_norm(mlp_input_BLD))
             routing = None
             if isinstance(self.mlp, MoE):
-                y_BLD, routing = self.mlp(inner_BLD, None if segments_BL is None else segments_BL != 0)
+                y_BLD, *routed = self.mlp(inner_BLD, None if segments_BL is None else segments_BL != 0)
+                routing = Routing.of(*routed)
             else:
                 y_BLD = self.mlp(inner_BLD)
             x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)

@@ -44,6 +44,12 @@ class Routing:
         real = tokens_BL.size if segments_BL is None else jnp.sum(segments_BL != 0)
         return Routing(zeros_BL, jnp.float32(0), jnp.float32(0), sum_over_shards(jnp.asarray(real, jnp.float32)))
 
+    @staticmethod
+    def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
+        """The value of one layer."""
+        busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
+        return Routing(loss_BL, busiest, unused, jnp.float32(0))
+
     def plus(self, other: "Routing") -> "Routing":
         return jax.tree.map(jnp.add, self, other)
 
@@ -74,11 +80,11 @@ class MoE(nnx.Module):
         stddev_out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
         self.down = Kernel((experts, *shapes["down"].kernel), stddev=stddev_out, rngs=rngs)
 
-    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Routing]:
-        """Route each token to its experts and add their outputs, weighted by the router.
+    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Route each token to its experts and add their outputs, weighted by the router; `real_BL`: no padding.
 
-        `real_BL` marks what is no padding. The losses of the routing are 0 for padding, and its shares are of the
-        global batch, without a gradient.
+        Also gives the router's loss of each token, float32 [B, L], 0 for padding, and the share of the routed slots of
+        each expert over the global batch, float32 [E], without a gradient.
         """
         config = self.config
         with jax.named_scope("router"):
@@ -99,5 +105,4 @@ class MoE(nnx.Module):
         gate_EDF = None if self.gate is None else self.gate.kernel[...]
         kernels = Kernels(self.up.kernel[...], gate_EDF, self.down.kernel[...])
         y_BLD = experts_mlp(x_BLD, weights_BLA, ids_BLA, kernels)
-        busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
-        return checkpoint_name(y_BLD, "mlp_output"), Routing(loss_BL, busiest, unused, jnp.float32(0))
+        return checkpoint_name(y_BLD, "mlp_output"), loss_BL, load_E
