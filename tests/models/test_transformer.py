@@ -107,16 +107,6 @@ def test_rotary_attention_depends_on_distances_only(nets):
     assert np.max(np.abs(stretched - net(TOKENS))) > 1e-2
 
 
-def test_decoding_with_a_cache_is_the_forward_pass(net):
-    cache, start, found = net.model.decoder.init_cache(2, 8, jnp.float32), 0, []
-    for length in (6, 1, 1):
-        here = slice(start, start + length)
-        logits, cache = net.decode(net.params, TOKENS[:, here], ORDER[:, here], cache)
-        found.append(logits)
-        start += length
-    np.testing.assert_allclose(np.concatenate(found, 1), net(TOKENS), **CLOSE)
-
-
 def test_rows_decode_at_positions_of_their_own(net):
     lengths = np.array([3, 6])
     # Prompts padded on the right: the padding's entries must never be seen.
@@ -178,5 +168,5 @@ def test_longrope_takes_one_text_per_row_beyond_its_original_length():
     assert longrope(TOKENS).shape == (2, 8, 17)
     packed = {"tokens": TOKENS, "segments": np.ones_like(TOKENS)}
     assert longrope({name: value[:, :6] for name, value in packed.items()}).shape == (2, 6, 17)
-    with pytest.raises(ConfigError, match="packed or padded rows of 8 tokens .* original_length=6"):
+    with pytest.raises(ConfigError, match=r"packed or padded rows of 8 tokens .* original_length=6"):
         longrope(packed)

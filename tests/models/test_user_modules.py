@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.from_nnx import _reseed, from_nnx
+from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.wrap import from_linen
 
 ONES = np.ones((4, 64), np.float32)
@@ -121,17 +121,6 @@ NORMS = {
     "linen": (lambda: from_linen(LinenNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
     "linen, by a field": (lambda: from_linen(LinenFieldNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
 }
-
-
-def test_every_layer_of_a_stack_of_modules_draws_for_itself():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def layers(rngs):
-        return nnx.Dropout(0.5, rngs=rngs)
-
-    drawn = _reseed(nnx.state(layers(nnx.Rngs(0)), nnx.RngState), jax.random.key(1))
-    keys = [leaf.get_value() for _, leaf in nnx.to_flat_state(drawn) if isinstance(leaf, nnx.RngKey)]
-    assert [len(np.unique(jax.random.key_data(key), axis=0)) for key in keys] == [3]
 
 
 @pytest.mark.parametrize(("make", "statistics"), NORMS.values(), ids=NORMS)
