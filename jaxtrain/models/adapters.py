@@ -242,8 +242,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         are those of `params`.
 
     Raises:
-        ConfigError: the format is not known, the model has no linear layers, or the parameters have adapters or are
-            quantized already.
+        ConfigError: an unknown format, a model without linear layers, or parameters that are no floats.
 
     Example:
         >>> params, _ = jax.jit(text_model.init)(jax.random.key(0))

@@ -292,11 +292,10 @@ def from_stages(
     make = maker_of(make)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, template, rest = nnx.split(abstract, nnx.Param, ...)
-    others = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
-    if others:
+    for path, _ in nnx.to_flat_state(rest):
         raise ConfigError(
-            f"a model of stages holds parameters only, but {others[0]} is not a parameter; draw random numbers from "
-            "the key that embed and block get, wrap constants in nnx.Param, and use from_nnx for batch statistics"
+            f"a model of stages holds parameters only, but {'/'.join(map(str, path))} is not a parameter; draw random "
+            "numbers from the key that embed and block get, wrap constants in nnx.Param, or use from_nnx"
         )
     stages = _Stages(stack, graph, template, *nnx.split(getattr(abstract, stack)), remat or Remat(), per_layer)
     if axes is None:

@@ -4,9 +4,8 @@ The usual normal draw ends in a polynomial (the inverse error function) that com
 shapes of a shard: on jax 0.12, kernels in four shards differed in the last bit. Integers do not round.
 
 On CPU, compiling the program that draws costs more than the draws (docs/benchmarks.md, "The first step of ResNets"):
-`follow` evaluates the program on the host. NumPy follows its equations, and the draws are made by one compiled function
-for blocks of one size: sums of integers, scaled once, so that the bits are those of the compiled program. Sums of
-floats are not followed: XLA rounds them otherwise.
+`follow` evaluates it on the host. NumPy follows its equations, and one compiled function draws blocks of one size, with
+the bits of the compiled program. Sums of floats are not followed: XLA rounds them otherwise.
 """
 
 import functools

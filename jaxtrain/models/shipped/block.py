@@ -74,10 +74,7 @@ class LayerCache:
         return LayerCache(arrays, self.layer)
 
     def read(self, name: str, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array | None]:
-        """Some keys or values of the layer [B, G, size, K], and their scales float32 [B, G, size], where they have any.
-
-        They are to be multiplied by the scales.
-        """
+        """Some keys or values of the layer [B, G, size, K], and the scales [B, G, size] that multiply them, if any."""
 
         def part(name: str) -> jax.Array:
             whole, zero = self.arrays[name], jnp.int32(0)

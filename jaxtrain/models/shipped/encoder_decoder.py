@@ -5,13 +5,13 @@ key-value heads, K head_dim, H query heads, V vocabulary, W distances of keys an
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
 from jaxtrain.layout.sharding import constrain
@@ -29,11 +29,11 @@ from jaxtrain.models.shipped.block import (
     Stddevs,
     block_norm,
     fan_in_stddevs,
+    init_cache,
     relative_bias,
     relative_table,
     small_stddevs,
 )
-from jaxtrain.models.shipped.block import init_cache as make_cache
 from jaxtrain.models.shipped.shapes import model_tensors, size_of
 from jaxtrain.models.shipped.transformer import check_entries
 from jaxtrain.ops.attention.reference import attention
@@ -241,9 +241,6 @@ def encoder_decoder(
     def module(params: Params) -> EncoderDecoder:
         return nnx.merge(graph, from_dict(template, params))
 
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        return make_cache(config.decoder_stack, batch, length, dtype)
-
     def encode(params: Params, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Cache) -> Cache:
         return {**cache, **module(params).remember(tokens_BS, lengths_B)}
 
@@ -251,18 +248,18 @@ def encoder_decoder(
         logits, cache = module(params).decode(tokens_BT, positions_BT, cache)
         return logits.astype(jnp.float32), cache
 
-    name = config.size or "encoder_decoder"
+    make_cache = functools.partial(init_cache, config.decoder_stack)
     model = from_nnx(
         make,
         axes=model_tensors(config, vocab_size=vocabulary).axes,
         call=DrawsByRow(call),
-        name=name,
+        name=config.size or "encoder_decoder",
         gathers_itself=("encoder/blocks", "decoder/blocks"),
     )
     return dataclasses.replace(
         model,
         apply=DefersLogits(model.apply),
-        decoder=Decoder(init_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token),
+        decoder=Decoder(make_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token),
         vocab_size=vocabulary,
         num_outputs=vocabulary,
     )

@@ -29,11 +29,6 @@ class HeadInputs:
     pooling_BL: jax.Array | None = None
     seed_B2: jax.Array | None = None  # two 16-bit integers per row that dropout draws from, float32; None: no dropout
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the head needs nothing."""
-        return self.pooling_BL is None and self.seed_B2 is None
-
 
 def head_inputs(
     head: HeadConfig | None, shape: tuple[int, ...], segments_BL: jax.Array | None, key: jax.Array | None

@@ -172,7 +172,7 @@ def resnet(
     def make(rngs: nnx.Rngs) -> ResNet:
         return ResNet(config, input_shape[-1], classes, remat or Remat(), rngs)
 
-    def call(module: Any, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
+    def call(module: Any, inputs: Any, key: Any, train: bool) -> jax.Array:
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))

@@ -50,9 +50,6 @@ class Routing:
         busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
         return Routing(loss_BL, busiest, unused, jnp.float32(0))
 
-    def plus(self, other: "Routing") -> "Routing":
-        return jax.tree.map(jnp.add, self, other)
-
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
         """What the model gives its task besides the logits: means over the layers, and in training the summed loss."""
         means = {"expert_busiest": self.busiest / num_layers, "experts_unused": self.unused / num_layers}

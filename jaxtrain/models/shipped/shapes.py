@@ -1,7 +1,7 @@
 """Shapes and logical axes of the parameters of the shipped models, and their structure. No jax here: the planner asks.
 
-The models build their layers from the shapes of the parts; `model_tensors` puts the same parts together under the
-paths that the models give them, which `tests/plan/test_parameters.py` holds to what the models create.
+`model_tensors` puts the shapes of the parts, of which models build their layers, together under the models' paths;
+`tests/plan/test_parameters.py` holds them to what the models create.
 """
 
 import itertools

@@ -214,7 +214,7 @@ def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax
     beside: dict[str, Any] = {}
     if config.experts is not None:
         beside["routing"] = Routing.none(tokens_BL, segments_BL)
-    beside |= {} if needs.is_empty else {"head": needs}
+    beside |= {"head": needs} if jax.tree.leaves(needs) else {}
     # Every stage of a pipeline needs it, and only the first has the table.
     bias_HW = relative_bias(module.relative_positions, config, length - 1)
     beside |= {} if bias_HW is None else {"bias": bias_HW}
@@ -230,7 +230,8 @@ def _block(
     x_BLD, routing, _ = block(beside["x"], context, key)
     if not isinstance(carry, dict):
         return x_BLD
-    return {**carry, "x": x_BLD} | ({} if routing is None else {"routing": carry["routing"].plus(routing)})
+    summed = {} if routing is None else {"routing": jax.tree.map(jnp.add, carry["routing"], routing)}
+    return {**carry, "x": x_BLD, **summed}
 
 
 def transformer(
