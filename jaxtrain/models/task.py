@@ -342,6 +342,11 @@ def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | No
     """A metric as (sum, weight), or as (total, None)."""
     if name in _RESERVED:
         raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which jaxtrain reports itself; rename it")
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    if not is_pair or not _is_numeric(pair[0]) or not (pair[1] is None or _is_numeric(pair[1])):
+        raise ConfigError(
+            f"metric {name!r} of task {task.name!r} must be a pair (sum, weight), or (total, None), not {shown(pair)}"
+        )
     value, weight = pair
     return jnp.asarray(value, jnp.float32), None if weight is None else jnp.asarray(weight, jnp.float32)
 
