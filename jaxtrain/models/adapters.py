@@ -129,10 +129,7 @@ def _adapted_kernel(
 
 
 def _with_dropout(model: Model, stack_dims: Mapping[str, int]) -> Model:
-    """The model whose adapters drop inputs in training; `stack_dims` of each kernel count layers.
-
-    Each adapter gets its key before the model is applied.
-    """
+    """The model whose adapters drop inputs in training, by keys that they get; `stack_dims`: dims that count layers."""
 
     def keyed(params: Params, key: jax.Array | None, train: bool, prefix: str = "", first_layer: Any = 0) -> Params:
         def one(path: tuple[Any, ...], leaf: Any) -> Any:

@@ -50,10 +50,7 @@ def from_dict(template: nnx.State, nested: Mapping[str, Any]) -> nnx.State:
 
 
 def _reseed(template: nnx.State, key: jax.Array | None) -> nnx.State:
-    """Seed the random streams of a module (dropout), each with its own fold of the step's key.
-
-    A stream keeps its shape: stacked layers (`nnx.split_rngs`, `nnx.scan`) hold one key and one count per layer.
-    """
+    """Seed the random streams of a module (dropout), each with its own fold of the step's key, in its shape."""
     key = jax.random.key(0) if key is None else key
     flat = []
     for index, (path, variable) in enumerate(nnx.to_flat_state(template)):

@@ -87,21 +87,13 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of a block are given beside the residual stream.
+    """What the layers of a block are given beside the residual stream."""
 
-    Attributes:
-        positions_BL: positions of the tokens, [B or 1, L].
-        segments_BL: numbers of packed documents; None: one document per row.
-        local: bool [], whether this is a local layer; None: all layers are alike.
-        bias_HW: added to the scores, of each distance.
-        cache: of earlier positions, to which the new ones are added; None: the tokens are whole texts.
-    """
-
-    positions_BL: jax.Array
-    segments_BL: jax.Array | None = None
-    local: jax.Array | None = None
-    bias_HW: jax.Array | None = None
-    cache: LayerCache | None = None
+    positions_BL: jax.Array  # of the tokens, [B or 1, L]
+    segments_BL: jax.Array | None = None  # numbers of packed documents; None: one document per row
+    local: jax.Array | None = None  # bool [], whether this is a local layer; None: all layers are alike
+    bias_HW: jax.Array | None = None  # added to the scores, of each distance
+    cache: LayerCache | None = None  # of earlier positions, to which the new ones are added; None: whole texts
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,7 @@ from jaxtrain.models.shipped.shapes import head_shapes, size_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadInputs:
-    """What a head needs beside the residual stream.
-
-    It travels with the residual stream from the embedding to the head, because the head of a pipeline sees neither
-    the inputs nor a key; all of it is floats for the same reason.
-    """
+    """What travels beside the residual stream to a head, which sees neither inputs nor a key in a pipeline: floats."""
 
     # weight of each token in the mean that stands for its text, float32; None: the first token does.
     pooling_BL: jax.Array | None = None

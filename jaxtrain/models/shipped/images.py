@@ -54,10 +54,7 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Batch norm: each channel is normalised by its mean and variance over the global batch, in float32.
-
-    The step is traced over global arrays, so that the means are over all devices on every mesh.
-    """
+    """Batch norm: each channel is normalised by its mean and variance over the global batch, in float32."""
 
     def __init__(self, channels: int, *, zero_scale: bool = False):
         self.scale = nnx.Param(jnp.full((channels,), 0.0 if zero_scale else 1.0, jnp.float32))

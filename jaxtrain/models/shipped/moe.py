@@ -22,20 +22,13 @@ from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Losses and loads of the routers, summed over layers; padding counts in none of them.
+    """Losses and loads of the routers, summed over layers; padding counts in none of them."""
 
-    Attributes:
-        loss_BL: auxiliary loss of each token, float32.
-        busiest: share of the routed slots that the busiest expert got, times the number of experts, float32 []; it is
-            1 where all experts get equally many.
-        unused: share of the experts that got no token, float32 [].
-        tokens: number of the tokens that are routed over all devices, float32 []; of one layer, as all have the same.
-    """
-
-    loss_BL: jax.Array
+    loss_BL: jax.Array  # auxiliary loss of each token, float32
+    # Share of the routed slots that the busiest expert got, times the number of experts: 1 where all get equally many.
     busiest: jax.Array
-    unused: jax.Array
-    tokens: jax.Array
+    unused: jax.Array  # share of the experts that got no token
+    tokens: jax.Array  # tokens that are routed over all devices, float32 []; of one layer, as all have the same
 
     @staticmethod
     def none(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> "Routing":
