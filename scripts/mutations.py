@@ -94,7 +94,7 @@ MUTATIONS = [
     ),
     ("optim/schedules.py", "[max(steps - decay, warmup)]", "[max(steps - decay + 1, warmup)]", "optim"),
     ("optim/muon.py", "math.sqrt(max(rows, columns))", "math.sqrt(min(rows, columns))", "optim parallel"),
-    ("optim/adafactor.py", "1 - (state.count + 1).astype", "1 - (state.count + 2).astype", "optim parallel"),
+    ("optim/moments.py", "1 - (state.count + 1).astype", "1 - (state.count + 2).astype", "optim parallel"),
     ("optim/lookahead.py", "count = (state.count + 1) % sync_period", "count = state.count % sync_period", "optim"),
     (
         "optim/moments.py",

@@ -79,7 +79,7 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
     from jaxtrain.layout.rules import table_row
     from jaxtrain.layout.sharding import path_name
     from jaxtrain.metrics.format import format_bytes, format_count
-    from jaxtrain.train.assemble import build_sharded_model, open_run_data
+    from jaxtrain.train.assemble import build_step, open_run_data
 
     model, sizes = config.model, {}
     if model.kind == "transformer" and model.vocab_size is not None:
@@ -87,7 +87,7 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
     else:
         data = open_run_data(config)
         sizes |= {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
-    sharded_model = build_sharded_model(config, **sizes, as_trained=True)
+    sharded_model = build_step(config, **sizes).sharded_model
     rows, held, total = [], 0, 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(sharded_model.abstract_params):
         name = path_name(path)

@@ -26,8 +26,7 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.train.batch import batch_shardings
-from jaxtrain.train.checks import check_ids
+from jaxtrain.train.batch import batch_shardings, check_ids
 
 # Answers that are generated at a time on one device, unless something else is asked for.
 _ANSWERS = 8

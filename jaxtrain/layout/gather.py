@@ -27,9 +27,9 @@ from jaxtrain.layout.sharding import (
 
 
 def hold_parameters(params: Params) -> Params:
-    """Parameters, stored or cast, replicated over the mesh axes of ZeRO; their gradients go back to the stored layout.
+    """Parameters, stored or cast, replicated over the mesh axes of ZeRO unless they are held already.
 
-    Where the layout says that they are held already, and without ZeRO, they stay as they are.
+    Their gradients go back to the stored layout.
     """
     layout = current_layout()
     if layout is None or layout.holds or not _shards_state(layout):
@@ -37,7 +37,7 @@ def hold_parameters(params: Params) -> Params:
 
     def hold(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         specs = parameter_specs(path_name(path), leaf.shape, layout)
-        if specs.stored == specs.held or _is_key(leaf):
+        if specs.stored == specs.held or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         stored, held = layout.named(specs.stored), layout.named(specs.held)
         counting = counting_dims(path_name(path), leaf.shape, layout.axes, stack=layout.stack)
@@ -53,8 +53,8 @@ def hold_parameters(params: Params) -> Params:
 def _layer_by_layer(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.Array:
     """`_constrain` of each layer of a stack [layers, ...].
 
-    Collectives of NVIDIA gather the outermost dim in memory. Of a stack that is gathered over another dim the compiler
-    keeps two copies during the step, one of them transposed (seen with jax 0.10.2); layers it transposes one at a time.
+    Of a stack that is gathered over another dim than the outermost, the compiler for NVIDIA keeps two copies during the
+    step, one of them transposed (seen with jax 0.10.2); layers it transposes one at a time.
     """
     return jax.lax.map(partial(_constrain, shardings), x)
 
@@ -67,7 +67,7 @@ def gather_parameters(
     Called inside a scanned block it gathers one layer at a time, in the forward and again in the backward pass.
 
     Args:
-        params: a tree of parameters, as `hold_parameters` gives them.
+        params: as `hold_parameters` gives them.
         prefix: path of the tree inside the model ("blocks").
         num_layers: given when the leaves are one layer of parameters stored with a leading dim of this size.
         skip: sub-trees ("blocks", "teacher/blocks") that are left as stored (they are gathered inside their own scans).
@@ -80,8 +80,8 @@ def gather_parameters(
 
     def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         name = path_name(path)
-        # A key is the same on every device.
-        if _is_key(leaf) or any(name == one or name.startswith(f"{one}/") for one in skip):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # the same on every device
+        if is_key or any(name == one or name.startswith(f"{one}/") for one in skip):
             return leaf
         full = f"{prefix}/{name}" if prefix else name
         if num_layers is None:
@@ -129,10 +129,6 @@ def constrain_parameters(tree: Params) -> Params:
 def _shards_state(layout: Layout) -> bool:
     """Whether ZeRO shards parameters over an axis that the compiler handles."""
     return any(layout.degree(axis) > 1 for axis in layout.state_axes)
-
-
-def _is_key(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _constrain(shardings: tuple[NamedSharding, ...], x: jax.Array) -> jax.Array:

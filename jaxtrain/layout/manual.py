@@ -29,7 +29,6 @@ def run_manually(
     constants: tuple[Any, ...] = (),
     *,
     in_specs: tuple[Specs, ...],
-    constant_specs: tuple[Specs, ...] = (),
     out_specs: Specs,
     check_vma: bool = True,
 ) -> Any:
@@ -42,13 +41,12 @@ def run_manually(
     Args:
         function: of local shards, with collectives over any axis that no enclosing region holds and branches on.
         layout: of the code that calls this.
-        arguments: trees of float arrays that gradients flow to.
-        constants: trees of arrays without gradients (positions, segments).
-        in_specs, constant_specs, out_specs: a `PartitionSpec` (or tree) for each, without axes of `layout.manual`.
+        arguments, constants: trees of float arrays that gradients flow to, and of arrays without gradients.
+        in_specs, out_specs: a `PartitionSpec` (or tree) for each of both, without axes of `layout.manual`.
         check_vma: let jax follow over which axes values vary. Without it every axis of more than one device must be in
             every spec, or gradients of what is replicated over it miss a sum.
     """
-    forward = _enter(function, layout, (*in_specs, *constant_specs), out_specs, check_vma=check_vma)
+    forward = _enter(function, layout, in_specs, out_specs, check_vma=check_vma)
     if not layout.manual:
         return forward(*arguments, *constants)
 
@@ -74,8 +72,9 @@ def run_manually(
             result, pull_back = jax.vjp(again, *arguments)
             return pull_back(after(gradient, jax.tree.leaves(result)[0]))
 
-        specs = (tuple(in_specs), tuple(constant_specs), out_specs)
-        pulled = _enter(pull, layout, specs, tuple(in_specs), check_vma=check_vma)
+        count = len(arguments)
+        specs = (in_specs[:count], in_specs[count:], out_specs)
+        pulled = _enter(pull, layout, specs, in_specs[:count], check_vma=check_vma)
         return _opaque(pulled)(arguments, constants, gradient), None
 
     call.defvjp(call_forward, call_backward)
@@ -130,8 +129,7 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Let jax follow all arrays as varying over the mesh axes that any of them varies over.
 
-    For the arguments of a `jax.custom_vjp` and of loops inside a manual region: gradients that its backward pass gives
-    of an array are then summed over the axes that the array itself does not vary over.
+    For the arguments of a `jax.custom_vjp` and of loops inside a manual region, so that gradients are summed over axes.
     """
     axes = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
     return tuple(_vary(array, axes) for array in arrays)
@@ -164,10 +162,7 @@ def divides(layout: Layout, x: Any, *names: str | None) -> bool:
 
 
 def needs_order(layout: Layout | None) -> bool:
-    """Whether exchanges of the code being traced, manual over all axes, have to wait for one another: on CPU devices.
-
-    Elsewhere an array is of all devices, and looking at a number of it would be another exchange.
-    """
+    """Whether exchanges of the code being traced, manual over all axes, have to wait for one another: on CPU."""
     if layout is None or not _is_cpu(layout):
         return False
     several = {axis for axis, degree in layout.mesh.shape.items() if degree > 1}

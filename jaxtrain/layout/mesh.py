@@ -43,11 +43,10 @@ def make_mesh(
 
     Returns:
         A `jax.sharding.Mesh` with Auto axis types, axes of size 1 included. The innermost axes stay inside a host (on
-        TPUs: inside a slice, along its links) as far as the degrees allow; `crossing_axes` names those that do not.
+        TPUs: inside a slice, along its links) as far as the degrees allow.
 
     Raises:
-        ConfigError: A degree is neither a whole number from 1 nor "auto", or the product of the degrees is not the
-            number of devices.
+        ConfigError: A degree is no whole number from 1, or their product is not the number of devices.
 
     Example:
         >>> mesh = jt.make_mesh(data="auto", fsdp=1)  # all devices
@@ -79,8 +78,8 @@ def parameters_text(params: Any) -> str:
 def _islands(devices: Sequence[Device]) -> list[int]:
     """Returns, for each device, the number of its island: a group joined by fast links (a TPU slice, or a host).
 
-    In jax, `slice_index` is the number of a TPU slice, or of a GPU host as the hosts report it. CPU devices have none,
-    a single TPU slice may have none, and for compile-only GPUs it is always 0.
+    `slice_index` is the number of a TPU slice, or of a GPU host. CPU devices and a single TPU slice may have none, and
+    for compile-only GPUs it is always 0.
     """
     slices = [getattr(device, "slice_index", None) for device in devices]
     processes = [device.process_index for device in devices]

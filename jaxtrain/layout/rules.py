@@ -1,7 +1,6 @@
 """Which mesh axes shard each dim of a parameter and of optimizer state. No jax here: the planner asks for thousands.
 
-The degrees of the six mesh axes; rules from the logical names that a model gives each dim of its parameters, in a path
-table, to mesh axes; and what ZeRO adds. `sharding.py` makes jax's PartitionSpecs from what these functions return.
+`sharding.py` makes jax's PartitionSpecs from what these functions return.
 """
 
 import fnmatch
@@ -72,10 +71,7 @@ PIECE = 2**24
 def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: int) -> dict[str, int]:
     """The degree of each of the six axes, in mesh order, whose product is the number of devices of all processes.
 
-    An axis that is left out has degree 1; one may be auto.
-
-    Raises:
-        ConfigError: Two degrees are auto, or the product is another; the message says what would work.
+    An axis that is left out has degree 1; one may be auto. Another product is a `ConfigError`.
     """
     autos = [axis for axis in AXES if degrees.get(axis, 1) == "auto"]
     if len(autos) > 1:
@@ -84,12 +80,11 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
     product = math.prod(fixed.values())
     if num_devices % product if autos else product != num_devices:
         shown = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items() if degree > 1) or "all degrees 1"
+        works = f"use degrees that multiply to {num_devices}, or parallel.data=auto for what the other axes leave"
         if product > num_devices:
             works = f"lower a degree, or use {product} devices (on CPU: --emulate {product})"
         elif autos:
             works = f"use {' or '.join(map(str, _near_divisors(num_devices, product)))}"
-        else:
-            works = f"use degrees that multiply to {num_devices}, or parallel.data=auto for what the other axes leave"
         verb = "does not divide" if autos else "is not"
         raise ConfigError(
             f"parallel: {shown} makes {product}, which {verb} the number of devices ({num_devices}); {works}"
@@ -100,8 +95,8 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
 def config_degrees(config: ParallelConfig) -> dict[str, int | Literal["auto"]]:
     """Returns the degrees of all six axes, in mesh order, as the group `parallel` says; one of them may be auto.
 
-    `data` is auto by default; it becomes 1 where the user set another axis to auto and did not set `data`. ZeRO stage 3
-    over `data` is what the axis `fsdp` does, so with `zero=3` the degree of `data` moves to `fsdp` unless that is set.
+    `data` is auto unless another axis is. ZeRO stage 3 over `data` is what the axis `fsdp` does: with `zero=3` the
+    degree of `data` moves to `fsdp` unless that is set.
     """
     degrees: dict[str, int | Literal["auto"]] = {axis: getattr(config, axis) for axis in AXES}
     others_auto = any(degrees[axis] == "auto" for axis in AXES if axis != "data")
@@ -135,12 +130,9 @@ def entry_degree(entry: Entry, degrees: Mapping[str, int]) -> int:
 def logical_entries(
     names: Sequence[str | None], degrees: Mapping[str, int], rules: Mapping[str, tuple[str, ...]]
 ) -> list[Entry]:
-    """Returns the mesh axes that shard each dim of an array, by the logical names of its dims (None: not sharded).
+    """Returns the mesh axes, but those of size 1, that shard each dim of an array, by the logical names of its dims.
 
-    Axes of size 1 are left out.
-
-    Raises:
-        ConfigError: A name has no rule, or two dims would be sharded over the same mesh axis.
+    A `ConfigError` where a name has no rule, or two dims would be sharded over the same mesh axis.
     """
     used: dict[str, str] = {}
     entries: list[Entry] = []
@@ -175,10 +167,7 @@ def _near_divisors(number: int, degree: int) -> list[int]:
 
 
 def table_row(path: str, axes: AxesTable) -> tuple[str | None, ...] | None:
-    """Returns the logical name of each dim of the parameter at a path, such as `blocks/attention/query/kernel`.
-
-    The row of exactly this path, or else of the first pattern (`blocks_*/bias`) that matches; None where none does.
-    """
+    """Returns the row of exactly this path, or else of the first pattern (`blocks_*/bias`) that matches, or None."""
     if path in axes:
         return axes[path]
     return next((row for pattern, row in axes.items() if "*" in pattern and fnmatch.fnmatchcase(path, pattern)), None)
@@ -190,10 +179,7 @@ def is_stacked(path: str, stack: str | None) -> bool:
 
 
 def named_dims(path: str, shape: Sequence[int], axes: AxesTable, stack: str | None) -> tuple[str | None, ...] | None:
-    """Returns the logical name of each dim of a parameter; None where the table has no row of its rank.
-
-    The first dim of a stacked parameter is "layers" even if the row does not name it.
-    """
+    """Returns the logical name of each dim of a parameter, the first of a stacked one "layers"; None: no such row."""
     row = table_row(path, axes)
     if row is None or len(row) != len(shape):
         return None
@@ -222,13 +208,8 @@ def spread_axis(
 ) -> list[Entry]:
     """Shards an array over one more mesh axis: in its largest unsharded dim that divides, or else in a sharded one.
 
-    Args:
-        entries: Mesh axes of each dim; changed in place, unless no dim divides.
-        shape: Shape of the array.
-        axis: The mesh axis to add; `fsdp` is put on an unsharded dim only.
-        degrees: Size of each mesh axis.
-        skip: Dims that must not be sharded over the axis.
-        outermost: Whether to take the outermost dim that divides in place of the largest.
+    `entries` are changed in place, unless no dim divides; dims in `skip` stay. `fsdp` is put on an unsharded dim only.
+    With `outermost` the outermost dim that divides is taken in place of the largest.
     """
     if 0 in shape:  # a collective over a dim of size 0 is no program
         return entries
@@ -257,22 +238,17 @@ def parameter_entries(
 ) -> list[Entry]:
     """The mesh axes that shard each dim of a parameter as it is stored.
 
-    A parameter with a row in the table is sharded as the row says. One without a row is sharded over `fsdp` in its
-    largest dim that divides. `fsdp` only decides where bytes are stored, so if the row's dim does not divide by
-    `fsdp`, another dim is sharded over it. For any other axis that is an error. Parameters of the layer stack are
-    sharded over `pipe` in their layer dim; every other parameter over `pipe` in any dim that divides, or not at all.
+    A parameter with a row in the table is sharded as the row says; one without a row, or whose dim does not divide by
+    `fsdp`, over `fsdp` in its largest dim that divides. For any other axis that is a `ConfigError`. Parameters of the
+    layer stack are sharded over `pipe` in their layer dim; others over `pipe` in any dim that divides, or not at all.
 
     Args:
         path: Path of the parameter, such as `blocks/attention/query/kernel`.
         shape: Shape of the parameter.
         degrees: Size of each mesh axis; 1 for an axis that the code around handles itself (a manual region).
-        axes: The model's axes table.
-        rules: Logical name -> mesh axes.
+        axes, rules: The model's axes table, and logical name -> mesh axes.
         stack: Top-level path of the parameters that are stacked layer by layer; None: no such stack.
         also: More mesh axes to shard the parameter over where a dim divides (ZeRO shards optimizer state over `data`).
-
-    Raises:
-        ConfigError: The row has another rank, or a dim does not divide by a mesh axis that changes the computation.
     """
     row = table_row(path, axes)
     stacked = is_stacked(path, stack)
@@ -309,10 +285,7 @@ def parameter_entries(
 
 
 def block_entries(entries: Sequence[Entry], num_blocks: int, degrees: Mapping[str, int]) -> tuple[Entry, ...]:
-    """Returns how an array with one number per block of a parameter's last dim is sharded: as the parameter is.
-
-    Its last dim is not where the number of blocks does not divide.
-    """
+    """Returns how one number per block of a parameter's last dim is sharded: as that, if the blocks divide."""
     last = entries[-1] if num_blocks % entry_degree(entries[-1], degrees) == 0 else None
     return (*entries[:-1], last)
 
@@ -327,9 +300,8 @@ def kept_entries(
 ) -> tuple[Entry, ...] | None:
     """Returns how statistics of shape `kept`, which lack one dim of their parameter, are sharded, as its others are.
 
-    Of several dims of equal size the last one is taken for the missing one. Mesh axes that store the missing dim shard
-    another dim instead, if one divides. `counting` dims are not sharded over more axes. None where no dim of the
-    parameter can be the missing one.
+    Of several dims of equal size the last is taken for the missing one; None where none can be it. Mesh axes that store
+    the missing dim shard another dim instead, if one divides; `counting` dims are not sharded over more axes.
     """
     for gone in reversed(range(len(shape))):
         if (*shape[:gone], *shape[gone + 1 :]) == tuple(kept):
@@ -367,10 +339,7 @@ def num_pieces(elements: int, size: int) -> int:
 
 
 def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int, max_fraction: float) -> None:
-    """Raise a `ConfigError` where more than a fraction of the `total` parameter bytes is replicated over `fsdp` > 1.
-
-    `replicated`: path -> bytes of each parameter that is not sharded over it.
-    """
+    """Raise a `ConfigError` where more than a fraction of parameter bytes (`replicated`, by path) is so over `fsdp`."""
     fraction = sum(replicated.values()) / max(total, 1)
     if fraction > max_fraction:
         largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
@@ -384,10 +353,7 @@ def check_replicated_share(replicated: Mapping[str, int], total: int, fsdp: int,
 def check_tensor_used(
     sizes: Mapping[str, int], sharded: Collection[str], tensor: int, rules: Mapping[str, tuple[str, ...]], *, model: str
 ) -> None:
-    """Raise a `ConfigError` where no parameter is sharded over `tensor`, which would repeat the work of one device.
-
-    `sizes`: path -> elements of each parameter; `sharded`: paths of those that are sharded over it.
-    """
+    """Raise a `ConfigError` where no parameter (path -> elements) is sharded over `tensor`, which would repeat work."""
     if tensor == 1 or sharded:
         return
     largest = max(sizes, key=lambda path: sizes[path], default="")

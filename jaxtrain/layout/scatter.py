@@ -1,8 +1,8 @@
 """Gradients that are scattered over `data` layer by layer, in code that handles that axis itself (ZeRO-2).
 
-There a parameter is replicated and its gradient a sum over the rows of one shard. What is differentiated is not the
-parameter but an array of the shape of a device's part, which is attached to the parameter where it is used: there the
-backward pass sums the gradient over `data`, and keeps the part. So only one layer at a time has a whole gradient.
+There a parameter is replicated. What is differentiated is not the parameter but an array of the shape of a device's
+part, which is attached to the parameter where it is used: there the backward pass sums the gradient over `data`, and
+keeps the part. So only one layer at a time has a whole gradient.
 """
 
 import contextlib
@@ -23,10 +23,7 @@ from jaxtrain.layout.sharding import Params, current_layout, during_trace, path_
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scattered:
-    """A stack [layers, ...], whose layers are attached to their parts inside the scan over it.
-
-    Gradients are scattered over `dim`, which `part`, float32 and else of the shape of `whole`, has a shard of.
-    """
+    """A stack [layers, ...], whose layers are attached inside its scan to `part`, float32, a shard of `dim` of it."""
 
     whole: jax.Array
     part: jax.Array
@@ -58,7 +55,6 @@ class Parts:
         factors: enter with them, and are pulled back likewise.
         ends: where the sums that are attached leave, with the factors.
         attached: the parameters that are attached to their sums, as the model gets them.
-        trace: of what is differentiated.
     """
 
     parts: Mapping[str, tuple[jax.Array, int | None]]
@@ -94,12 +90,9 @@ def has_parts() -> bool:
 def attach_parts(params: Params, *, skip: tuple[str, ...], later: Collection[str] = ()) -> Params:
     """The parameters attached to their parts, where `use_parts` gave any.
 
-    Args:
-        params: as a model is applied to them.
-        skip: sub-trees whose layers are attached one at a time, by `attach_layers`; their arrays come as `Scattered`.
-            The factors of an adapter, which are small and read before that, are attached at once, and so is a stack
-            that is scattered over its layers, as one may be whose table does not name that dim.
-        later: paths of those that come as `Waiting`, for `attach_after`.
+    Layers of sub-trees in `skip` are attached one at a time, by `attach_layers`; their arrays come as `Scattered`. The
+    factors of an adapter, which are small and read before that, are attached at once, and so is a stack that is
+    scattered over its layers. Paths in `later` come as `Waiting`, for `attach_after`.
     """
     given = _parts.get()
     if given is None:
@@ -145,8 +138,8 @@ def without_parts(params: Params) -> Params:
 def attach_after(carry: Any, params: Params) -> tuple[Any, Params]:
     """The carry that leaves a stack, and parameters of which those that wait are attached to their sums.
 
-    The backward pass adds their gradients to the sums before that of the carry goes on to the stack. Otherwise a
-    compiler may do so last, and the gradient of an output layer is whole while those of the layers are computed.
+    The backward pass adds their gradients to the sums before that of the carry goes on to the stack: a compiler may do
+    so last, and the gradient of an output layer would be whole while those of the layers are computed.
     """
     carried, structure = jax.tree.flatten(carry)
     # Python numbers stay what they are: a head may branch on them.
@@ -201,9 +194,8 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
 def find_sum(parameter: jax.Array) -> SumOfUse | None:
     """The sum that an operation may add the gradient of a parameter to by itself, with `use_and_add`.
 
-    `parameter` is the very array that the model was given, read where the step is traced: in a loop or in
-    `jax.checkpoint` there is none, nor where other axes than `data` shard parameters. Then the gradient of the
-    parameter is made, and added to the sum where the parameter was attached.
+    `parameter` is the very array that the model was given: in a loop or in `jax.checkpoint` there is none, nor where
+    other axes than `data` shard parameters. Then its gradient is added to the sum where it was attached.
     """
     given, layout = _parts.get(), current_layout()
     if given is None or layout is None or layout.mesh.size > layout.mesh.shape["data"]:
@@ -223,8 +215,7 @@ def use_and_add(
     """`use(arguments)`, an array, of which the gradient of one parameter is added to its sum.
 
     `pull(arguments, gradient of the result, the sum so far, factors)` gives the gradients of the arguments, None in
-    place of those that have none, such as the parameter's, and the sum. It is not called where nothing comes back, as
-    of a metric.
+    place of the parameter's, and the sum. It is not called where nothing comes back, as of a metric.
     """
     given = _parts.get()
     assert given is not None, "the sum was found in the step that is being traced"
@@ -286,21 +277,7 @@ def _add_part(gradient: jax.Array, dim: int | None, total: jax.Array, factors: F
 
     Of a large gradient (an embedding's) a piece at a time, so that a copy of it in float32 is never whole.
     """
-
-    def scatter(piece: jax.Array) -> jax.Array:
-        return sum_and_scatter(piece, total.dtype, dim) * factors[0] * factors[1]
-
-    split, count = (0, 1) if dim is None else _pieces(gradient, dim)
-    if count == 1:
-        return total + scatter(gradient)
-    width = gradient.shape[split] // count
-
-    def one(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
-        piece = jax.lax.dynamic_slice_in_dim(gradient, start, width, axis=split)
-        before = jax.lax.dynamic_slice_in_dim(total, start, width, axis=split)
-        return jax.lax.dynamic_update_slice_in_dim(total, before + scatter(piece), start, axis=split), None
-
-    return jax.lax.scan(one, total, jnp.arange(count) * width)[0]
+    return _in_pieces(gradient, dim, total, lambda total, part: total + part * factors[0] * factors[1])
 
 
 def scatter_in_pieces(total: jax.Array, dim: int) -> jax.Array:
@@ -308,19 +285,27 @@ def scatter_in_pieces(total: jax.Array, dim: int) -> jax.Array:
 
     Beside a large sum its pieces alone stand: libtpu makes a reduce-scatter an all-reduce into another array.
     """
-    split, count = _pieces(total, dim)
-    if count == 1:
-        return sum_and_scatter(total, total.dtype, dim)
-    width = total.shape[split] // count
     shape = list(total.shape)
     shape[dim] //= jax.lax.axis_size("data")
+    return _in_pieces(total, dim, jnp.zeros(shape, total.dtype), lambda _, part: part)
 
-    def one(parts: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
-        piece = jax.lax.dynamic_slice_in_dim(total, start, width, axis=split)
-        part = sum_and_scatter(piece, total.dtype, dim)
-        return jax.lax.dynamic_update_slice_in_dim(parts, part, start, axis=split), None
 
-    return jax.lax.scan(one, jnp.zeros(shape, total.dtype), jnp.arange(count) * width)[0]
+def _in_pieces(
+    whole: jax.Array, dim: int | None, into: jax.Array, put: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """`put` (what stands in `into`, a device's part of a piece summed over `data`) in the place of each piece."""
+    split, count = (0, 1) if dim is None else _pieces(whole, dim)
+    if count == 1:
+        return put(into, sum_and_scatter(whole, into.dtype, dim))
+    width = whole.shape[split] // count
+
+    def one(into: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        piece = jax.lax.dynamic_slice_in_dim(whole, start, width, axis=split)
+        before = jax.lax.dynamic_slice_in_dim(into, start, width, axis=split)
+        after = put(before, sum_and_scatter(piece, into.dtype, dim))
+        return jax.lax.dynamic_update_slice_in_dim(into, after, start, axis=split), None
+
+    return jax.lax.scan(one, into, jnp.arange(count) * width)[0]
 
 
 def _pieces(gradient: jax.Array, dim: int) -> tuple[int, int]:
@@ -347,11 +332,9 @@ class StackSums:
     """The sums of the stack, at a path, of the model that is being traced.
 
     Attributes:
-        begin: what enters the scan over its layers; the values are never read.
+        begin, end: what enters the scan over its layers, of which the values are never read, and what left it.
         keep_part: see `KeepPart`.
-        entered: whether a scan has taken them. A second one over a stack of this path is another model's, which the
-            head or the loss calls (a teacher).
-        end: what left the scan; None before.
+        entered: whether a scan has taken them. A second one over a stack of this path is another model's (a teacher).
     """
 
     stack: str
@@ -397,11 +380,8 @@ def attach_sums(
 ) -> tuple[Params, Sums | None]:
     """The parameters of one layer, whose gradients are added to the sums in the backward pass, and what passes on.
 
-    Args:
-        layer: parameters without the leading layer dim.
-        passing: from the layer before; None: the gradients go to the parameters.
-        index: int32 [], of the layer in the model.
-        first_layer: index of the layer that the sums begin with.
+    `passing` is from the layer before; None: the gradients go to the parameters. `index` (int32 []) is that of the
+    layer in the model, `first_layer` that of the layer that the sums begin with.
     """
     sums = _sums.get()
     if passing is None:

@@ -2,13 +2,10 @@
 
 A model names the axes of its parameters in a path table and of its activations by `constrain`; the rules say over
 which mesh axes a name is sharded. Parameters are *stored* sharded over `fsdp`, and with ZeRO over `data`; they are
-*held* during a step, and *gathered* over `fsdp` for compute, one layer at a time (`gather.py`). The specs of a
-parameter are derived once, by `with_parameters`, and looked up by path afterwards.
+*held* during a step, and *gathered* over `fsdp` for compute, one layer at a time (`gather.py`).
 
-A layout reaches code in one of two ways, never in both. Code that a step calls takes it as an argument. Code that a
-model or an optimizer calls, whose signature is not ours to extend, reads the layout of the trace (`current_layout`,
-and what is built on it: `constrain`, `platform`, `gather.py`, ...), which `use_layout` sets; where it needs the layout
-in a helper, it passes it on as an argument.
+Code that a step calls takes the layout as an argument. Code that a model or an optimizer calls, whose signature is not
+ours to extend, reads that of the trace (`current_layout`, and what is built on it), which `use_layout` sets.
 """
 
 import collections
@@ -34,7 +31,7 @@ from jaxtrain.layout.rules import (
     logical_entries,
     parameter_entries,
 )
-from jaxtrain.runtime.tree import path_name
+from jaxtrain.runtime.tree import path_name, paths_of
 
 # A nested dict of arrays, shapes or shardings, one per parameter.
 Params = Any
@@ -58,6 +55,10 @@ class ParameterSpecs:
     gathered: PartitionSpec
     optimizer_state: PartitionSpec
 
+    def map(self, change: Callable[[PartitionSpec], PartitionSpec], shape: tuple[int, ...]) -> "ParameterSpecs":
+        """The specs changed, of a parameter of this shape."""
+        return ParameterSpecs(shape, *map(change, (self.stored, self.held, self.gathered, self.optimizer_state)))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,14 +66,11 @@ class Layout:
 
     Attributes:
         mesh: six axes, always all present.
-        axes: parameter path -> logical axes.
-        rules: logical axis -> mesh axes.
+        axes, rules: parameter path -> logical axes -> mesh axes.
         stack: top-level path of the parameters that are stacked layer by layer; their first dim goes to `pipe`.
         context_attention: how attention works on a sequence sharded over `context`: ring, all_to_all, gather or auto.
-        state_axes: mesh axes that ZeRO shards trained parameters and their optimizer state over besides those of the
-            rules.
-        holds: whether the traced code gets parameters that are replicated over `state_axes`, as in a train step;
-            elsewhere they come as they are stored.
+        state_axes: mesh axes that ZeRO shards trained parameters and their optimizer state over.
+        holds: whether the traced code gets parameters that are replicated over these, as in a train step.
         manual: mesh axes that the code being traced handles itself (inside `jax.shard_map`); they leave every spec.
         parameters: path -> specs of each parameter of the model; empty before `with_parameters`.
     """
@@ -107,14 +105,11 @@ def logical_spec(names: tuple[str | None, ...], layout: Layout) -> PartitionSpec
 
 
 def with_parameters(layout: Layout, params: Params, *, trained: Callable[[str], bool] | None = None) -> Layout:
-    """The layout of a model, outside any manual region, with the specs of every parameter (arrays or shapes).
-
-    `trained`: path -> whether the parameter is trained, which ZeRO shards; None: all are.
-    """
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path_name(path)
-        found[name] = _derive_specs(name, leaf.shape, layout, trained=trained is None or trained(name))
+    """The layout of a model with the specs of every parameter; ZeRO shards those that are `trained` (None: all)."""
+    found = {
+        name: _derive_specs(name, leaf.shape, layout, trained=trained is None or trained(name))
+        for name, leaf in paths_of(params).items()
+    }
     return replace(layout, parameters=found)
 
 
@@ -126,10 +121,7 @@ def layout_of_part(layout: Layout, name: str, axes: AxesTable) -> Layout:
 
 
 def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> ParameterSpecs:
-    """The specs of a parameter, without the axes that the code being traced handles itself.
-
-    One that is not in the layout's table (the arrays of a quantized kernel) follows the rules.
-    """
+    """The specs of a parameter; one that is not in the table (parts of a quantized kernel) follows the rules."""
     known = layout.parameters.get(path)
     if known is None or known.shape != tuple(shape):
         return _derive_specs(path, shape, layout)
@@ -137,15 +129,11 @@ def parameter_specs(path: str, shape: tuple[int, ...], layout: Layout) -> Parame
 
 
 def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers: int) -> ParameterSpecs:
-    """The specs of one layer (of this shape) of a parameter that is stacked layer by layer.
-
-    `num_layers` is the size of the leading dim where the layers are stacked; on a pipeline stage, its own layers.
-    """
+    """The specs of one layer (of this shape) of a parameter that is stacked, by its own number, layer by layer."""
     known = layout.parameters.get(path)
     if known is None or known.shape[1:] != tuple(shape):
         known = _derive_specs(path, (num_layers, *shape), layout)
-    known = _outside(known, layout.manual)
-    return ParameterSpecs(tuple(shape), *(PartitionSpec(*spec[1:]) for spec in _all_specs(known)))
+    return _outside(known, layout.manual).map(lambda spec: PartitionSpec(*spec[1:]), tuple(shape))
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
@@ -162,10 +150,6 @@ def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout, *, trained:
     return ParameterSpecs(tuple(shape), state if trained else held, held, without_axes(held, {"fsdp"}), state)
 
 
-def _all_specs(specs: ParameterSpecs) -> tuple[PartitionSpec, ...]:
-    return specs.stored, specs.held, specs.gathered, specs.optimizer_state
-
-
 def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
     entries = parameter_entries(
         path, shape, degrees=layout.degrees, axes=layout.axes, rules=layout.rules, stack=layout.stack, also=also
@@ -174,9 +158,7 @@ def _derive_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tup
 
 
 def _outside(specs: ParameterSpecs, manual: frozenset[str]) -> ParameterSpecs:
-    if not manual:
-        return specs
-    return ParameterSpecs(specs.shape, *(without_axes(spec, manual) for spec in _all_specs(specs)))
+    return specs.map(lambda spec: without_axes(spec, manual), specs.shape) if manual else specs
 
 
 def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
@@ -204,9 +186,8 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
     Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
     path ends its own. One number per block of the last dim is sharded as the blocks are, and sums over one dim
     (Adafactor's) as the other dims are, so that a stack of layers meets its statistics on the devices that hold it.
-    Other shapes take the default: the largest dim that divides.
     """
-    shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {path: leaf.shape for path, leaf in paths_of(params).items()}
     owners = possible_owners(optimizer_state, params)
     unknown = Layout(layout.mesh, {}, layout.rules)
 
@@ -225,15 +206,12 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
 
 
 def possible_owners(optimizer_state: Any, params: Params) -> dict[str, list[str]]:
-    """Path in an optimizer's state -> the parameters whose path ends it, the likeliest first.
+    """Path in an optimizer's state -> the parameters whose path ends it, that of the largest tree in the state first.
 
-    The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`: the
-    likeliest is the one whose tree in the state has the most parameters.
+    The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`.
     """
-    known = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer_state)]
-    found: dict[str, list[tuple[str, str]]] = {}
-    for path in paths:
+    known, found = paths_of(params), dict[str, list[tuple[str, str]]]()
+    for path in paths_of(optimizer_state):
         parts = path.split("/")
         splits = [("/".join(parts[:start]), "/".join(parts[start:])) for start in range(len(parts))]
         found[path] = [(tree, owner) for tree, owner in splits if owner in known]
@@ -305,10 +283,7 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
 
 
 def shard_key(key: jax.Array) -> jax.Array:
-    """The key of this shard of `data` in code that handles the axis itself; elsewhere the key as it is.
-
-    There a shape is that of a shard's rows, so that equal keys would draw equal numbers for different rows.
-    """
+    """The key of this shard of `data` in code that handles the axis itself, where a shape is that of a shard's rows."""
     layout = _layout.get()
     if layout is None or "data" not in layout.manual or layout.mesh.shape["data"] == 1:
         return key

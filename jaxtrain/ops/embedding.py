@@ -112,7 +112,6 @@ def embedding_lookup(table_VD: Array, indices_BL: Array, *, rows: str | None) ->
         layout,
         (table_VD,),
         (indices_BL,),
-        in_specs=(table_spec,),
-        constant_specs=(spec_of(layout, batch, "sequence"),),
+        in_specs=(table_spec, spec_of(layout, batch, "sequence")),
         out_specs=spec_of(layout, batch, "sequence", None),
     )

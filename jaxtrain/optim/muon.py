@@ -92,14 +92,9 @@ def _orthogonal(leaf: jax.Array, path: str, matrix: Matrix, steps: int) -> jax.A
 def _dealt(
     run: Callable[[jax.Array], jax.Array], x: jax.Array, num_counts: int, stored: list[Entry], layout: Layout
 ) -> jax.Array:
-    """Apply `run` to complete matrices, each of which is on one device.
+    """Apply `run` to complete matrices of x [counts..., dims of a matrix...], each of which is on one device.
 
-    Args:
-        run: function of matrices that keeps their shape.
-        x: [counts..., dims of a matrix...].
-        num_counts: number of dims that count matrices; the mesh axes over which they are sharded stay there.
-        stored: mesh axes of every dim of x as it is stored.
-        layout: of the step.
+    `stored` are the mesh axes of every dim of x; those of the `num_counts` dims that count matrices stay there.
     """
     parts = [entry_degree(entry, layout.degrees) for entry in stored[:num_counts]]
     # [counts...] as [parts..., matrices of a part], then the matrices of a part over one axis after the other.

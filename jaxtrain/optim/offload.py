@@ -7,7 +7,7 @@ and with XLA's GPU compiler of jax 0.10.2). Only an update that is declared elem
 slices; for any other (Adafactor's sums over rows, norms, unknown ones) whole arrays are copied.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from jaxtrain.layout.sharding import (
     Layout,
     optimizer_shardings,
     parameter_shardings,
-    path_name,
     platform,
     possible_owners,
 )
@@ -27,6 +26,7 @@ from jaxtrain.optim import rules
 from jaxtrain.optim.rules import num_slices
 from jaxtrain.optim.wrappers import ElementwiseTransformation
 from jaxtrain.runtime.compiler import note_choice
+from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 
 HOST_MEMORY = "pinned_host"
 
@@ -44,12 +44,11 @@ def lives_on_host(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
 
 def owners(optimizer_state: Tree, params: Tree) -> dict[str, str]:
     """Path in an optimizer state -> the parameter that its array mirrors: one whose path ends its own, of its shape."""
-    shapes = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {path: leaf.shape for path, leaf in paths_of(params).items()}
     possible, found = possible_owners(optimizer_state, params), {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
-        fitting = [owner for owner in possible[path_name(path)] if shapes[owner] == leaf.shape]
-        if fitting:
-            found[path_name(path)] = fitting[0]
+    for path, leaf in paths_of(optimizer_state).items():
+        fitting = [owner for owner in possible[path] if shapes[owner] == leaf.shape]
+        found |= {path: fitting[0]} if fitting else {}
     return found
 
 
@@ -58,17 +57,8 @@ def why_not_in_slices(optimizer: optax.GradientTransformation, optimizer_state: 
     if not isinstance(optimizer, ElementwiseTransformation):
         return "its update is not declared elementwise"
     mirrored = owners(optimizer_state, params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer_state):
-        if leaf.ndim and path_name(path) not in mirrored:
-            return f"{path_name(path)} of its state has no parameter's path and shape"
-    return None
-
-
-def _counts(optimizer_state: Tree, mirrored: Mapping[str, str]) -> Tree:
-    """What of an optimizer state belongs to no parameter, with None in place of the rest."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: None if path_name(path) in mirrored else leaf, optimizer_state
-    )
+    alone = (path for path, leaf in paths_of(optimizer_state).items() if leaf.ndim and path not in mirrored)
+    return next((f"{path} of its state has no parameter's path and shape" for path in alone), None)
 
 
 def update_on_host(
@@ -80,22 +70,16 @@ def update_on_host(
     *,
     optimizer: optax.GradientTransformation,
     layout: Layout,
-    also: tuple[str, ...],
 ) -> tuple[Tree, Tree]:
     """Run `advance`; the arrays of the optimizer state are in host memory before and after.
 
     Args:
-        advance: the update by `optimizer`. If it is elementwise, it is called several times, each time on a part.
+        advance: the update by `optimizer`. If that is elementwise, it is called several times, each time on a part.
         gradients, params: of the trainable parameters, on the device, sharded as the optimizer state is.
         optimizer_state: arrays on the host, scalars on the device.
         scalars: a tree of scalars that `advance` also reads.
-        optimizer: declares whether slices may be advanced alone.
-        layout: of the step.
-        also: mesh axes over which optimizer state is sharded in addition to those of its parameter.
+        optimizer, layout: of the step.
     """
-    if all(leaf.ndim == 0 for leaf in jax.tree.leaves(optimizer_state)):
-        note_choice("optimizer state", "on the device: it has counts alone", [])
-        return advance(gradients, optimizer_state, params, scalars)
     on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
     why = why_not_in_slices(optimizer, optimizer_state, params)
     if why is not None:
@@ -106,6 +90,7 @@ def update_on_host(
     note_choice("optimizer state", "on the host, slices pass by the device", on_cpu)
     if layout.mesh.size == 1:
         return _stream(advance, gradients, optimizer_state, params, scalars)
+    also = layout.state_axes
     specs = jax.tree.map(lambda one: one.spec, parameter_shardings(params, layout, also=also))
     state_specs = jax.tree.map(lambda one: one.spec, optimizer_shardings(optimizer_state, params, layout, also=also))
     replicated = jax.tree.map(lambda _: PartitionSpec(), scalars)
@@ -122,12 +107,14 @@ def update_on_host(
 def _stream(advance: Advance, gradients: Tree, optimizer_state: Tree, params: Tree, scalars: Tree) -> tuple[Tree, Tree]:
     """Run an elementwise update group by group and slice by slice; everything is local to a device."""
     mirrored = owners(optimizer_state, params)
-    paths = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    paths = paths_of(params)
     own = {name: name for name in paths}
 
     # Scalars (counts) advance by themselves, once.
     nothing = _select(params, own, set())
-    old_counts = _counts(optimizer_state, mirrored)
+    old_counts = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: None if path_name(path) in mirrored else leaf, optimizer_state
+    )
     _, counts = advance(nothing, old_counts, nothing, scalars)
     new_params, new_state, before = nothing, counts, None
     for group in _groups(paths):
@@ -140,8 +127,8 @@ def _stream(advance: Advance, gradients: Tree, optimizer_state: Tree, params: Tr
         some, _ = jax.lax.optimization_barrier((some, before))
         moved_params, moved_state = _advance_group(advance, *some, old_counts, scalars)
         before = moved_params
-        new_params = _fill(new_params, moved_params)
-        new_state = _fill(new_state, moved_state)
+        new_params = merge_leaves(new_params, moved_params)
+        new_state = merge_leaves(new_state, moved_state)
     return new_params, new_state
 
 
@@ -173,19 +160,18 @@ def _groups(leaves: dict[str, jax.Array]) -> list[set[str]]:
 def _advance_group(
     advance: Advance, gradients: Tree, state: Tree, params: Tree, counts: Tree, scalars: Tree
 ) -> tuple[Tree, Tree]:
-    """Advance the arrays of one group (the others are None) in a loop over slices, in place; the state is on the host.
-
-    `counts` are the scalars of the optimizer state before the update, None in the place of its arrays.
-    """
+    """Advance the arrays of one group (the others are None) in a loop over slices, in place."""
     leaves = jax.tree.leaves(params)
     count = num_slices(leaves[0].shape) if len(leaves) == 1 else 1
 
     def body(number: jax.Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         params, state = carry
         part = [jax.tree.map(lambda x: _slice(x, number, count), tree) for tree in (gradients, state, params)]
-        moved, new = advance(part[0], _fill(counts, _to_device(part[1])), part[2], scalars)
+        moved, new = advance(part[0], merge_leaves(counts, _to_device(part[1])), part[2], scalars)
         # The counts are advanced elsewhere.
-        new = to_host(jax.tree.map(lambda old, x: None if old is None else x, state, new, is_leaf=_is_none))
+        new = to_host(
+            jax.tree.map(lambda old, x: None if old is None else x, state, new, is_leaf=lambda leaf: leaf is None)
+        )
         return (
             jax.tree.map(lambda array, x: _put(array, x, number, count), params, moved),
             jax.tree.map(lambda array, x: _put(array, x, number, count), state, new),
@@ -204,15 +190,6 @@ def _put(array: jax.Array, part: jax.Array, number: jax.Array, count: int) -> ja
     if count == 1:
         return part
     return jax.lax.dynamic_update_slice_in_dim(array, part, number * (array.shape[0] // count), 0)
-
-
-def _is_none(leaf: jax.Array | None) -> bool:
-    return leaf is None
-
-
-def _fill(tree: Tree, other: Tree) -> Tree:
-    """The tree with the arrays of `other` where it has None."""
-    return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=_is_none)
 
 
 def _to_device(tree: Tree) -> Tree:

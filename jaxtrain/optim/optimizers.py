@@ -31,8 +31,7 @@ from jaxtrain.config.optimizers import (
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable, counting_dims
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.optim import adafactor
-from jaxtrain.optim.moments import store_moments
+from jaxtrain.optim.moments import clip_and_scale, scale_by_factored_rms, store_moments
 from jaxtrain.optim.muon import orthogonalize
 from jaxtrain.optim.rules import (
     NEWTON_SCHULZ_STEPS,
@@ -82,15 +81,13 @@ def _lion(config: LionDirection, axes: AxesTable) -> list[optax.GradientTransfor
 def _adafactor(config: AdafactorDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018)."""
     counting = partial(counting_dims, axes=axes)
-    factored = adafactor.scale_by_factored_rms(counting, config.min_dim_size_to_factor)
-    return [factored, adafactor.clip_and_scale(counting)]
+    return [scale_by_factored_rms(counting, config.min_dim_size_to_factor), clip_and_scale(counting)]
 
 
 def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> optax.GradientTransformation:
     """Call the function of `optimizer.call`, which gets the schedule of the config where it sets a learning rate."""
-    must_take = () if learning_rate is None else ("learning_rate",)
-    offered = {"learning_rate": learning_rate} if must_take else {}
-    made = call_function("optimizer", config.call, config.args, offered=offered, must_take=must_take)
+    offered = {} if learning_rate is None else {"learning_rate": learning_rate}
+    made = call_function("optimizer", config.call, config.args, offered=offered, must_take=tuple(offered))
     if isinstance(made, optax.GradientTransformation):
         return made
     raise ConfigError(
@@ -111,19 +108,12 @@ _DIRECTIONS: dict[str, Callable[[Any, AxesTable], list[optax.GradientTransformat
 def build_optimizer(
     config: OptimizerConfig, learning_rate: optax.Schedule | None, *, axes: AxesTable
 ) -> optax.GradientTransformation:
-    """Build the optimizer that a config group describes, as an optax chain.
+    """Build the optimizer that a config group describes, as an optax chain; declared `elementwise` where it is.
 
     Args:
         config: the kind of optimizer and its settings.
         learning_rate: optimizer step -> learning rate; None where a function of your own has one itself.
-        axes: row of each parameter (`complete_axes`). It says which dims count layers and experts, and which parameters
-            are matrices for Muon.
-
-    Returns:
-        gradients (float32, clipped) -> updates to add to the parameters; declared `elementwise` where it is.
-
-    Raises:
-        ConfigError: a function of `optimizer.call` that cannot be called or returns something else.
+        axes: row of each parameter (`complete_axes`): which dims count layers, and what are matrices for Muon.
     """
     if isinstance(config, CalledOptimizer):
         return _called(config, learning_rate)
@@ -168,11 +158,8 @@ def _times(learning_rate: optax.Schedule, factor: float) -> optax.Schedule:
 def decay_mask(axes: AxesTable) -> Callable[[optax.Params], optax.Params]:
     """Make the mask of weight decay: params -> tree of bool, True for matrices and kernels.
 
-    A parameter is decayed where it has two dims or more besides those that count layers and experts. Parameters named
-    `bias` or `scale` are not decayed, even where they have two, as attention biases [heads, head_dim] do.
-
-    Args:
-        axes: row of each parameter (`complete_axes`).
+    A parameter is decayed where it has two dims or more besides those that count layers and experts (`axes`, see
+    `complete_axes`), unless it is named `bias` or `scale`, as attention biases [heads, head_dim] are.
     """
 
     def mask(params: optax.Params) -> optax.Params:
@@ -187,14 +174,9 @@ def decay_mask(axes: AxesTable) -> Callable[[optax.Params], optax.Params]:
 
 
 def trainable_predicate(freeze: tuple[str, ...], paths: list[str]) -> Callable[[str], bool] | None:
-    """Make the predicate that says whether the parameter at a path is trained; None where nothing is frozen.
+    """Make the predicate of the trained ones of these paths, by patterns of frozen ones; None: nothing is frozen.
 
-    Args:
-        freeze: patterns of frozen parameters, such as `embedding` or `blocks/attention/*`.
-        paths: all parameter paths, against which the patterns are checked.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or the patterns match all of them.
+    Raises a `ConfigError` where a pattern matches no parameter, or the patterns match all of them.
     """
     if not freeze:
         return None
@@ -227,22 +209,10 @@ _SHAPES: dict[str, Callable[[float, float, int, int], optax.Schedule]] = {
 
 
 def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.Schedule:
-    """Build the learning rate as a function of the optimizer step, of which the first is 0.
+    """Build the learning rate as a function of the optimizer step, of which the first is 0: int32 [] -> float32 [].
 
-    A run that is shorter than its warmup is allowed, because users try a config with a few steps first; it ends while
-    the learning rate still rises.
-
-    Args:
-        config: shape, warmup and end.
-        peak: learning rate after warmup.
-        steps: steps of the run.
-
-    Returns:
-        count int32 [] -> learning rate float32 []. It reaches its final value one step after the last step of the run
-        and stays there; inverse_sqrt continues to fall.
-
-    Raises:
-        ConfigError: `decay_steps` does not fit between the warmup and the end of the run.
+    It reaches `peak` after warmup and its final value one step after the last of a run of so many `steps`, and stays
+    there; inverse_sqrt continues to fall. A run that is shorter than its warmup ends while the rate still rises.
     """
     check_schedule(config, steps)
     warmup = config.warmup_steps

@@ -8,7 +8,6 @@ import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from jaxtrain.config.optimizers import (
     AdamWDirection,
@@ -74,9 +73,8 @@ def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:
 def moment_block(shape: Sequence[int]) -> int | None:
     """How many elements along the last dim form a block of int8 moments; None where they stay float32.
 
-    The number divides the last dim of the global parameter, not of a shard, so that the state is the same on every
-    layout. Where possible the number of blocks is a multiple of 8, so that up to 8 shards of the last dim hold
-    complete blocks.
+    It divides the last dim of the global parameter, so that the state is the same on every layout; where possible the
+    number of blocks is a multiple of 8, so that up to 8 shards of the last dim hold complete blocks.
     """
     if not is_stored(shape):
         return None
@@ -94,7 +92,7 @@ def is_stored(shape: Sequence[int]) -> bool:
 def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
     """The two largest dims of one layer, the larger one last, over which Adafactor factors its second moment.
 
-    None where one of them is below `smallest`; `counting` are the dims that count layers and experts.
+    None where one of them is below `smallest`; `counting` dims count layers and experts.
     """
     dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
     if len(dims) < 2 or shape[dims[-2]] < smallest:
@@ -121,62 +119,24 @@ VECTORS = ("bias", "scale")
 
 
 def complete_axes(shapes: Mapping[str, tuple[int, ...]], axes: AxesTable, stack: str | None = None) -> AxesTable:
-    """Give each parameter (path -> shape) a row of logical axes: its own, else one that follows from names and shapes.
+    """Give each parameter (path -> shape) a row of logical axes: its own, else one that says little.
 
-    Vectors (biases, scales, weights of norms) tell which leading dims count layers: those that they have besides the
-    last and share with the kernel or weight beside them. Other parameters go by the nearest module around them that has
-    vectors. In a layer, the last dims of a kernel are its outputs, as many as its bias has; the dims before are inputs.
-    Optimizers go by these rows, and shardings by the model's own table.
+    Without a row of its own, the first dim of the stack counts layers. Two dims that are left are a matrix, unless the
+    name is that of a vector, an embedding or an output layer; of more dims nobody knows which belong together.
     """
-    leading: dict[str, tuple[int, ...]] = {}
-    for path, shape in shapes.items():
-        *_, module, name = ("", *path.lower().split("/"))
-        is_norm = any("norm" in part or part.startswith("ln") for part in (module, name))
-        if name in VECTORS or (is_norm and name != "kernel"):
-            kernel, weight = (shapes.get(path[: path.rfind("/") + 1] + one) for one in ("kernel", "weight"))
-            while weight and shape[1:] and shape[-1] == 1:
-                shape = shape[:-1]  # Equinox has biases [channels, 1, 1] of convolutions
-            shared = _common(shape[:-1], kernel or weight or shape)
-            for around in _modules(path):
-                leading[around] = _common(shared, leading.get(around, shared))
     rows: dict[str, tuple[str | None, ...]] = {}
     for path, shape in shapes.items():
-        found = next((leading[around] for around in _modules(path) if around in leading), ())
-        layers = max(len(_common(found, shape)), int(is_stacked(path, stack) and len(shape) > 0))
-        own = named_dims(path, shape, axes, stack)
-        rows[path] = ("layers",) * layers + _layer_row(path, shapes, layers, stack) if own is None else own
+        layers, low = int(is_stacked(path, stack) and len(shape) > 0), path.lower()
+        own, num_dims = named_dims(path, shape, axes, stack), len(shape) - layers
+        rest = (
+            ("inputs", "outputs")
+            if num_dims == 2 and low.rsplit("/", 1)[-1] not in VECTORS
+            else ("outputs",) * num_dims
+        )
+        if any(word in low for word in _EMBEDDINGS) or (low.startswith(_OUTPUTS) and not layers):
+            rest = ("vocab",) * num_dims
+        rows[path] = ("layers",) * layers + rest if own is None else own
     return rows
-
-
-def _modules(path: str) -> list[str]:
-    """The modules around a parameter, the nearest first."""
-    parts = path.split("/")
-    return ["/".join(parts[:end]) for end in reversed(range(len(parts)))]
-
-
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims that two shapes begin with."""
-    return tuple(size for size, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-def _layer_row(path: str, shapes: Mapping[str, tuple[int, ...]], layers: int, stack: str | None) -> tuple[str, ...]:
-    """Name the dims of one layer of a parameter that has no row in the table."""
-    *_, module, name = ("", *path.split("/"))
-    shape, bias = shapes[path][layers:], shapes.get(path.removesuffix("kernel") + "bias")
-    is_output = path.lower().startswith(_OUTPUTS) and not is_stacked(path, stack)
-    if is_output or any(word in path.lower() for word in _EMBEDDINGS):
-        return ("vocab",) * len(shape)
-    around = path.removesuffix(f"{module}/kernel")
-    query, out = (shapes.get(f"{around}{one}/kernel", ()) for one in ("query", "out"))
-    # Flax's attention; its output kernel has as many dims as that of a convolution.
-    if name == "kernel" and len(shape) == 3 and query and query[-2:] == out[-3:-1]:
-        if module in ("query", "key", "value"):
-            return ("embed", "heads", "head_dim")
-        if module == "out":
-            return ("heads", "head_dim", "embed")
-    num_outputs = len(shape) if name in VECTORS else 1 if bias is None else len(bias) - layers
-    num_inputs = max(len(shape) - num_outputs, 0)
-    return ("inputs",) * num_inputs + ("outputs",) * (len(shape) - num_inputs)
 
 
 def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequence[str] = ()) -> Matrix | None:
@@ -186,11 +146,8 @@ def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequ
     form one side, and neither may be the vocabulary. An unnamed dim belongs to the next named one (the window of a
     convolution); where no named one follows (classes, experts of a router) the parameter is an output layer.
 
-    Args:
-        path: path of the parameter, such as `blocks/attention/query/kernel`.
-        shape: shape of the global parameter.
-        axes: row of each parameter (`complete_axes`); one without a row goes by its own name and shape alone.
-        exclude: patterns of paths that AdamW updates, whatever their dims are.
+    `axes` has a row for each parameter (`complete_axes`); one without a row goes by its name and global shape alone.
+    AdamW updates paths that match `exclude`, whatever their dims are.
     """
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
         return None

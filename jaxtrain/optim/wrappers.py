@@ -13,9 +13,8 @@ import optax.contrib
 from jax.core import Tracer
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import path_name
 from jaxtrain.optim.rules import check_groups, group_number
-from jaxtrain.runtime.tree import first_deleted, part_name
+from jaxtrain.runtime.tree import first_deleted, merge_leaves, part_name, path_name, paths_of
 
 # A nested structure of arrays with None in some places. Its structure is the model's, so that no type describes it.
 Tree = Any
@@ -52,12 +51,7 @@ def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTran
 
 
 class GroupsState(NamedTuple):
-    """State of `parameter_groups`.
-
-    Attributes:
-        inner: the state of each group's optimizer, in order, and last that of the rest; None for a group without
-            parameters, which not every transformation takes.
-    """
+    """The state of each group's optimizer, and last that of the rest; None for a group without parameters."""
 
     inner: tuple[optax.OptState | None, ...]
 
@@ -95,12 +89,8 @@ def by_group(
     """Update each parameter by the part whose patterns match its path first, or by the last part.
 
     A group's optimizer sees the tree of all parameters with None in the place of those of other groups. Which group has
-    a parameter follows from its path alone, so that an update may also be given a part of the tree.
-
-    Args:
-        parts: one for each entry of `matches`, and one more for what none of them matches.
-        matches: patterns of paths.
-        key: what holds the patterns, with `{}` for the number of the entry, for the message of a wrong one.
+    a parameter follows from its path alone, so that an update may also be given a part of the tree. `key` is what holds
+    the patterns, with `{}` for the number of the entry, in the message of a wrong one.
     """
     each = [optax.with_extra_args_support(part) for part in parts]
 
@@ -111,7 +101,7 @@ def by_group(
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def init(params: Tree) -> GroupsState:
-        check_groups(key, matches, list(_by_path(params)))
+        check_groups(key, matches, list(paths_of(params)))
         own = [select(params, number) for number in range(len(each))]
         return GroupsState(
             tuple(part.init(tree) if jax.tree.leaves(tree) else None for part, tree in zip(each, own, strict=True))
@@ -126,7 +116,7 @@ def by_group(
                 states.append(None)
                 continue
             moved, new = part.update(own, cast(Any, old), select(params, number), **extra)
-            found = jax.tree.map(lambda a, b: b if a is None else a, found, moved, is_leaf=lambda leaf: leaf is None)
+            found = merge_leaves(found, moved)
             states.append(new)
         return found, GroupsState(tuple(states))
 
@@ -137,13 +127,7 @@ def by_group(
 
 
 class LookaheadState(NamedTuple):
-    """State of `lookahead`.
-
-    Attributes:
-        count: int32 [], updates since the last synchronization.
-        slow: the slow weights, a tree like the trained parameters, float32.
-        inner: state of the optimizer of the fast weights.
-    """
+    """Updates since the last synchronization, the slow weights in float32, and the state of the fast weights."""
 
     count: jax.Array
     slow: optax.Params
@@ -214,19 +198,14 @@ _KEEPERS = {LookaheadState: "slow", optax.contrib.ScheduleFreeState: "z"}
 def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
     """The parameters with the weights in place that their optimizer keeps for evaluation.
 
-    Args:
-        optimizer_state: of any optimizer; those that keep such weights may be anywhere inside it (in a chain, or in
-            one part of a partition).
-        params: the parameters of the same train state, frozen ones included.
-
-    Returns:
-        A tree like `params`, in its dtypes and shardings; `params` itself where no such weights are kept.
+    A tree like `params`, frozen ones included, in its dtypes and shardings; `params` itself where no such weights are
+    kept. An optimizer that keeps them may be anywhere inside the state (in a chain, or in one part of a partition).
     """
     # Arrays that a step took over are refused where they are used, in words of that place.
     keepers = _keepers(optimizer_state)
     if not keepers or first_deleted((optimizer_state, params)) is not None:
         return params
-    trees = [(node, _by_path(getattr(node, _KEEPERS[type(node)]))) for _, node in keepers]
+    trees = [(node, paths_of(getattr(node, _KEEPERS[type(node)]))) for _, node in keepers]
     kept = {path: (node, leaf) for node, tree in trees for path, leaf in tree.items()}
 
     def one(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
@@ -244,10 +223,7 @@ def evaluation_weights(optimizer_state: Any, params: Any) -> Any:
 
 
 def kept_nodes(optimizer_state: Any) -> list[list[str]]:
-    """Where an optimizer keeps weights for evaluation, for who reads its checkpoints without it.
-
-    For each node its stored name in a train state (`optimizer_state.1`), and the field of its weights.
-    """
+    """Where an optimizer keeps weights for evaluation: stored name (`optimizer_state.1`) and field of each node."""
     return [
         [".".join(["optimizer_state", *map(part_name, path)]), _KEEPERS[type(node)]]
         for path, node in _keepers(optimizer_state)
@@ -258,7 +234,3 @@ def _keepers(optimizer_state: Any) -> list[tuple[Any, Any]]:
     kinds = tuple(_KEEPERS)
     nodes = jax.tree_util.tree_leaves_with_path(optimizer_state, is_leaf=lambda node: isinstance(node, kinds))
     return [(path, node) for path, node in nodes if isinstance(node, kinds)]
-
-
-def _by_path(tree: Any) -> dict[str, jax.Array]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import Layout, constrain, path_name
+from jaxtrain.layout.sharding import constrain, path_name
 from jaxtrain.models.task import Batch, TaskSums, row_dims
-from jaxtrain.parallel.gradients import Gradients, constrain_gradients, sum_dtype
+from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, constrain_gradients, sum_dtype
 from jaxtrain.parallel.microbatches import Tree, as_means, split_microbatches
+from jaxtrain.runtime.tree import merge_leaves
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,10 @@ class TwoPasses:
     loss: Callable[[Tree, Tree, Batch], tuple[jax.Array, TaskSums]]
 
 
-def global_row_gradients(
-    passes: TwoPasses,
-    params: Tree,
-    fixed: Tree,
-    model_state: Tree,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    count: int,
-    layout: Layout,
-    zero: int,
-    powers_of_two: bool = False,
-) -> Gradients:
-    """Compute the gradients of a loss over all rows, with the model applied to one of `count` microbatches at a time.
-
-    The other arguments are those of `compute_gradients`.
-    """
+def global_row_gradients(passes: TwoPasses, arguments: Arguments, plan: Accumulation) -> Gradients:
+    """Compute the gradients of a loss over all rows, with the model applied to one microbatch at a time."""
+    params, fixed, model_state, batch, key = arguments
+    count = plan.count
     size = jax.tree.leaves(batch["inputs"])[0].shape[0] // count
     inputs = split_microbatches(batch["inputs"], count)
     indices = jnp.arange(count)
@@ -75,7 +63,7 @@ def global_row_gradients(
         return state, outputs
 
     def loss(floats: Tree, rest: Tree) -> tuple[jax.Array, TaskSums]:
-        together = jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda leaf: leaf is None)
+        together = merge_leaves(floats, rest)
         leaves = [_merge(x, yes) for x, yes in zip(jax.tree.leaves(together), has_rows, strict=True)]
         return passes.loss(jax.tree.unflatten(jax.tree.structure(together), leaves), fixed, batch)
 
@@ -93,13 +81,13 @@ def global_row_gradients(
         _, pull, state = jax.vjp(outputs, params, has_aux=True)
         (tree,) = pull(of_rows)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, tree)
-        return (constrain_gradients(total, layout, zero), state), None
+        return (constrain_gradients(total, plan.layout, plan.zero), state), None
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), params)
-    start = (constrain_gradients(zeros, layout, zero), model_state)
+    start = (constrain_gradients(zeros, plan.layout, plan.zero), model_state)
     (total, _), _ = jax.lax.scan(second, start, (indices, inputs, of_outputs))
     loss_sum, weight, metrics = sums
-    total = as_means(total, weight, powers_of_two=powers_of_two)
+    total = as_means(total, weight, powers_of_two=plan.powers_of_two)
     return Gradients(total, loss_sum, weight, last_state, metrics)
 
 

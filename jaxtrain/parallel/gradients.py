@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxtrain.parallel.microbatches import (
     loss_divisor,
     split_microbatches,
 )
+from jaxtrain.runtime.tree import paths_of
 
 # What the loss of a microbatch gives besides the number to differentiate, which is the loss sum over the `loss_divisor`
 # of the weight, times the loss scale: loss sum, weight, model_state, metric sums.
@@ -37,8 +38,26 @@ LossParts = tuple[jax.Array, jax.Array, Tree, Sums]
 LossFunction = Callable[[Tree, Tree, Tree, Batch, jax.Array], tuple[jax.Array, LossParts]]
 # By path, arrays of a tree of parameters.
 ByPath = dict[str, jax.Array]
-# Trained params, what the loss reads besides, model_state, batch, key.
-Arguments = tuple[Tree, Tree, Tree, Batch, jax.Array]
+
+
+class Arguments(NamedTuple):
+    """What the loss of a step takes.
+
+    Attributes:
+        params: trainable parameters; the gradients have their structure.
+        fixed: arrays that the loss reads besides (frozen parameters, the loss scale).
+        model_state: passed from one microbatch to the next, in order.
+        batch: arrays [B, ...], where B divides by the microbatches.
+        key: folded with the microbatch's index.
+    """
+
+    params: Tree
+    fixed: Tree
+    model_state: Tree
+    batch: Batch
+    key: jax.Array
+
+
 # (sums of the gradients of the stack, those of the other trained params, the loss's arguments) -> (gradients of the
 # sum over rows, of those that are in no sum yet, the other sums after this microbatch, the parts)
 Differentiate = Callable[[ByPath, ByPath, Arguments], tuple[ByPath, ByPath, LossParts]]
@@ -154,15 +173,27 @@ class DataReduction:
 
 
 @dataclass(frozen=True)
-class _Loop:
-    """What a loop over microbatches follows; see `compute_gradients`."""
+class Accumulation:
+    """How the gradients of a step are summed.
 
-    loss: LossFunction
+    Attributes:
+        count: microbatches.
+        layout: of the step.
+        zero: ZeRO stage, see `DataReduction`.
+        on_shards: whether microbatches may be accumulated on shards of `data`, where the loss sees a shard's rows only
+            and draws random numbers of these shapes. A model state (batch statistics) would differ between shards, so
+            that with one the compiler places the collectives.
+        stack: path of a stack of layers that the loss runs once, by `scan_stack`; None: there is none. The sums over
+            microbatches take the gradient of each of its layers in the backward pass, see `layout/scatter.py`.
+        powers_of_two: as the loss got it for its `loss_divisor`.
+    """
+
     count: int
     layout: Layout
-    zero: int
-    stack: str | None
-    powers_of_two: bool
+    zero: int = 0
+    on_shards: bool = True
+    stack: str | None = None
+    powers_of_two: bool = False
 
     def divisor(self, weight: jax.Array) -> jax.Array:
         return loss_divisor(weight, powers_of_two=self.powers_of_two)
@@ -178,63 +209,26 @@ class _Loop:
         also = ("data",) if self.zero else ()
         return [
             name
-            for name, leaf in _by_path(params).items()
+            for name, leaf in paths_of(params).items()
             if name.startswith(f"{self.stack}/")
             and not any(parameter_spec(name, leaf.shape, self.layout, also=also)[:1])
         ]
 
 
-def compute_gradients(
-    loss: LossFunction,
-    params: Tree,
-    fixed: Tree,
-    model_state: Tree,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    accumulation_steps: int,
-    layout: Layout,
-    zero: int = 0,
-    on_shards: bool = True,
-    stack: str | None = None,
-    powers_of_two: bool = False,
-) -> Gradients:
-    """Compute the gradients of the mean loss, over all microbatches.
+def compute_gradients(loss: LossFunction, arguments: Arguments, plan: Accumulation) -> Gradients:
+    """Compute the gradients of the mean loss, over all microbatches, and the sums over the global batch.
 
     The differentiated loss of a microbatch is its own mean (or nearly, see `parallel/microbatches.py`); the sum over
     microbatches weights each by its share of the global weight, so that the result is that of one large batch.
-
-    Args:
-        loss: see `LossFunction`.
-        params: trainable parameters; the gradients have their structure.
-        fixed: arrays that the loss reads besides (frozen parameters, the loss scale).
-        model_state: passed from one microbatch to the next, in order.
-        batch: arrays [B, ...], where B divides by `accumulation_steps`.
-        key: folded with the microbatch's index.
-        accumulation_steps: microbatches.
-        layout: of the step.
-        zero: ZeRO stage, see `DataReduction`.
-        on_shards: whether microbatches may be accumulated on shards of `data`, where the loss sees a shard's rows only
-            and draws random numbers of these shapes. A model state (batch statistics) would differ between shards, so
-            that with one the compiler places the collectives.
-        stack: path of a stack of layers that the loss runs once, by `scan_stack`; None: there is none. The sums over
-            microbatches take the gradient of each of its layers in the backward pass, see `layout/scatter.py`.
-        powers_of_two: as the loss got it for its `loss_divisor`.
-
-    Returns:
-        The gradients, and the sums over the global batch.
     """
-    if accumulation_steps == 1:
-        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(
-            params, fixed, model_state, batch, jax.random.fold_in(key, 0)
-        )
-        tree = as_means(tree, weight, powers_of_two=powers_of_two)
+    if plan.count == 1:
+        first = arguments._replace(key=jax.random.fold_in(arguments.key, 0))
+        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(*first)
+        tree = as_means(tree, weight, powers_of_two=plan.powers_of_two)
         return Gradients(tree, loss_sum, weight, model_state, metrics)
-    loop = _Loop(loss, accumulation_steps, layout, zero, stack, powers_of_two)
-    arguments = (params, fixed, model_state, batch, key)
-    run = partial(_automatic, loop)
-    if on_shards and layout.mesh.shape["data"] > 1 and not jax.tree.leaves(model_state):
-        by_shard = jax.jit(partial(_on_shards, loop), inline=True)
+    run = partial(_automatic, loss, plan)
+    if plan.on_shards and plan.layout.mesh.shape["data"] > 1 and not jax.tree.leaves(arguments.model_state):
+        by_shard = jax.jit(partial(_on_shards, loss, plan), inline=True)
         # What prints (jax.debug.print) does not lower where data alone is manual (jax 0.10.2).
         run = run if by_shard.trace(arguments).jaxpr.effects else by_shard
     total, model_state, (loss_sum, weight, metrics) = run(arguments)
@@ -243,23 +237,14 @@ def compute_gradients(
     return Gradients(total, loss_sum, weight, model_state, metrics)
 
 
-def compute_mean_loss(
-    loss: LossFunction,
-    params: Tree,
-    fixed: Tree,
-    model_state: Tree,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    accumulation_steps: int,
-    **unused: Any,
-) -> jax.Array:
+def compute_mean_loss(loss: LossFunction, arguments: Arguments, plan: Accumulation) -> jax.Array:
     """The mean loss without its gradient, as often as an optimizer asks for it: float32 [], without its loss scale.
 
     It is the loss that `compute_gradients` differentiates, with its microbatches and random numbers, and may itself be
-    differentiated twice. Arguments as there; those that say how gradients are summed change nothing.
+    differentiated twice.
     """
-    if accumulation_steps == 1:
+    params, fixed, model_state, batch, key = arguments
+    if plan.count == 1:
         _, (total, weight, _, _) = loss(params, fixed, model_state, batch, jax.random.fold_in(key, 0))
         return total / divisor(weight)
 
@@ -273,35 +258,36 @@ def compute_mean_loss(
         total, weight, new = one(params, state, *microbatch)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state), (total, weight)
 
-    microbatches = (jnp.arange(accumulation_steps), split_microbatches(batch, accumulation_steps))
+    microbatches = (jnp.arange(plan.count), split_microbatches(batch, plan.count))
     _, (totals, weights) = jax.lax.scan(step, model_state, microbatches)
     return jnp.sum(totals) / divisor(jnp.sum(weights))
 
 
-def _automatic(loop: _Loop, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
+def _automatic(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
     """Accumulate in code whose collectives the compiler places."""
 
     def keep_part(total: Tree) -> Tree:
         # With ZeRO the compiler reduces every microbatch into the part that a device keeps.
-        return constrain_gradients(total, loop.layout, loop.zero)
+        return constrain_gradients(total, plan.layout, plan.zero)
 
-    zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), arguments[0]))
-    return _accumulate(loop, _differentiate(loop, None), keep_part, zeros, arguments)
+    zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), arguments.params))
+    return _accumulate(plan, _differentiate(loss, plan, None), keep_part, zeros, arguments)
 
 
-def _on_shards(loop: _Loop, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
+def _on_shards(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
     """Accumulate in code that is manual over `data`: each shard its own rows, reduced after the loop."""
-    layout = loop.layout
-    reduction = DataReduction(layout, loop.zero, loop.stack)
+    layout = plan.layout
+    reduction = DataReduction(layout, plan.zero, plan.stack)
     manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
-    adds_rest = loop.zero == 1 and loop.stack is not None
-    differentiate = _differentiate(loop, reduction if reduction.each_microbatch else None, adds_rest=adds_rest)
+    adds_rest = plan.zero == 1 and plan.stack is not None
+    differentiate = _differentiate(loss, plan, reduction if reduction.each_microbatch else None, adds_rest=adds_rest)
 
-    def local(*arguments: Any) -> tuple[Tree, Tree, TaskSums]:
-        params = arguments[0]
+    def local(*local_arguments: Any) -> tuple[Tree, Tree, TaskSums]:
+        arguments = Arguments(*local_arguments)
+        params = arguments.params
         with use_layout(manual):
             zeros = reduction.zeros(params)
-            total, model_state, sums = _accumulate(loop, differentiate, lambda total: total, zeros, arguments)
+            total, model_state, sums = _accumulate(plan, differentiate, lambda total: total, zeros, arguments)
             total = (reduction.as_stored if reduction.each_microbatch else reduction.reduce)(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
@@ -310,31 +296,34 @@ def _on_shards(loop: _Loop, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(arguments[3]), PartitionSpec()),
-        out_specs=(reduction.specs(arguments[0]), PartitionSpec(), PartitionSpec()),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), batch_specs(arguments.batch), PartitionSpec()),
+        out_specs=(reduction.specs(arguments.params), PartitionSpec(), PartitionSpec()),
         axis_names={"data"},
         check_vma=False,
     )(*arguments)
 
 
-def _differentiate(loop: _Loop, reduction: DataReduction | None, *, adds_rest: bool = False) -> Differentiate:
+def _differentiate(
+    loss: LossFunction, plan: Accumulation, reduction: DataReduction | None, *, adds_rest: bool = False
+) -> Differentiate:
     """Build the gradients of a microbatch, of which those of the stack are added to the sums as they arise.
 
     Args:
-        loop: what is differentiated.
+        loss: what is differentiated.
+        plan: of the sums.
         reduction: given where each device keeps its part of every microbatch's gradient, as soon as a layer's is there
             (ZeRO-2). Then shards are summed before their gradients can be weighted, so that what is differentiated is
             the sum over rows, divided by the count of targets, so that fp16 gradients keep their range.
         adds_rest: whether the backward pass adds the gradients outside the stack to their sums too, which a
             `reduction` does for those that it scatters.
     """
-    per = loop.divisor
+    per = plan.divisor
 
     def differentiate(sums: ByPath, others: ByPath, arguments: Arguments) -> tuple[ByPath, ByPath, LossParts]:
         params, fixed, model_state, batch, key = arguments
-        constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=loop.powers_of_two)
-        whole, structure = _by_path(params), jax.tree.structure(params)
-        zeros = {} if reduction is None else _by_path(reduction.zeros(params))
+        constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=plan.powers_of_two)
+        whole, structure = paths_of(params), jax.tree.structure(params)
+        zeros = {} if reduction is None else paths_of(reduction.zeros(params))
         dims = {name: None if reduction is None else reduction.sum_dim(name, leaf) for name, leaf in whole.items()}
 
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
@@ -347,14 +336,14 @@ def _differentiate(loop: _Loop, reduction: DataReduction | None, *, adds_rest: b
             chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
             given = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
             parts = Parts(given, others, factors)
-            passing = StackSums(loop.stack or "", (sums, factor), keep_part)
+            passing = StackSums(plan.stack or "", (sums, factor), keep_part)
             with contextlib.ExitStack() as contexts:
                 if given:
                     contexts.enter_context(use_parts(parts))
                 if sums:
                     contexts.enter_context(use_stack_sums(passing))
-                mean, found = loop.loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
-            assert passing.end is not None or not sums, f"{loop.stack} is run by scan_stack"
+                mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
+            assert passing.end is not None or not sums, f"{plan.stack} is run by scan_stack"
             mean = mean if reduction is None else mean * (per(found[1]) / constant)
             return (mean, passing.end or (sums, factor), parts.ends), found
 
@@ -380,7 +369,7 @@ def _differentiate(loop: _Loop, reduction: DataReduction | None, *, adds_rest: b
 
 
 def _accumulate(
-    loop: _Loop,
+    plan: Accumulation,
     differentiate: Differentiate,
     keep_part: Callable[[Tree], Tree],
     zeros: Tree,
@@ -389,7 +378,7 @@ def _accumulate(
     """Loop over the microbatches.
 
     Args:
-        loop: their number, and the stack.
+        plan: their number, and the stack.
         differentiate: gradients of a microbatch.
         keep_part: the sum -> what a device keeps of it.
         zeros: the sum before the first microbatch.
@@ -399,16 +388,16 @@ def _accumulate(
         Gradients weighted and summed, model_state after the last microbatch, and the sums of the loss.
     """
     params, fixed, model_state, batch, key = arguments
-    summed_inside = loop.summed_inside(params)
+    summed_inside = plan.summed_inside(params)
 
     def step(carry: tuple[Tree, Tree], microbatch: tuple[jax.Array, Tree]) -> tuple[tuple[Tree, Tree], TaskSums]:
         total, state = carry
         index, rows = microbatch
-        totals = _by_path(total)
+        totals = paths_of(total)
         sums = {name: totals[name] for name in summed_inside}
         others = {name: total for name, total in totals.items() if name not in sums}
         weighted, sums, (loss_sum, weight, new_state, metrics) = differentiate(
-            sums, others, (params, fixed, state, rows, jax.random.fold_in(key, index))
+            sums, others, Arguments(params, fixed, state, rows, jax.random.fold_in(key, index))
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(
@@ -417,13 +406,9 @@ def _accumulate(
         added = [sums[name] if name in sums else total + weighted[name] for name, total in totals.items()]
         return (keep_part(jax.tree.unflatten(jax.tree.structure(params), added)), state), (loss_sum, weight, metrics)
 
-    microbatches = (jnp.arange(loop.count), split_microbatches(batch, loop.count))
+    microbatches = (jnp.arange(plan.count), split_microbatches(batch, plan.count))
     (total, model_state), sums = jax.lax.scan(step, (zeros, model_state), microbatches)
     return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-
-
-def _by_path(tree: Tree) -> ByPath:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

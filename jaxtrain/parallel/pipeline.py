@@ -11,7 +11,6 @@ To follow one microbatch: `_store_arrivals` and `_forward` on each stage in turn
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -100,45 +99,32 @@ class _Work:
 
 
 def pipeline_gradients(
-    pipeline: Pipeline,
-    code: StageCode,
-    merge: Callable[[Tree, Tree], Tree],
-    params: Tree,
-    fixed: Tree,
-    batch: Tree,
-    key: jax.Array,
-    *,
-    scale: jax.Array,
-    zero: int = 0,
-    powers_of_two: bool = False,
+    pipeline: Pipeline, code: StageCode, params: Tree, fixed: Tree, batch: Tree, key: jax.Array, scale: jax.Array
 ) -> Gradients:
     """Compute the gradients of the mean loss over the global batch, by the pipeline's schedule.
 
     Args:
         pipeline: schedule, layout and stack.
         code: what stages compute.
-        merge: (trained, fixed) -> all parameters. Where one tree has an array, the other has None.
         params: trained parameters in the compute dtype; those outside the layer stack are already gathered over `fsdp`.
-        fixed: the frozen ones.
+        fixed: the frozen ones. Where one tree has an array, the other has None.
         batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
         key: random key; the index of the microbatch is folded into it.
         scale: float32 [], loss scale.
-        zero: ZeRO stage, see `DataReduction`.
-        powers_of_two: whether losses are differentiated over a power of two, see `parallel/microbatches.py`.
 
     Returns:
         Gradients sharded over `pipe`, and over `data` as `DataReduction` says.
     """
-    reduction = DataReduction(pipeline.layout, zero)
+    reduction = DataReduction(pipeline.layout, pipeline.zero)
     # Losses are differentiated as sums over this constant, so that fp16 gradients keep their range.
     elements = jax.tree.leaves(batch.get("targets", batch))[0].size
     share = elements / (pipeline.schedule.num_microbatches * pipeline.layout.mesh.shape["data"])
-    constant = loss_constant(share, powers_of_two=powers_of_two)
+    constant = loss_constant(share, powers_of_two=pipeline.powers_of_two)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     over_pipe, everywhere = PartitionSpec("pipe"), PartitionSpec()
     run = on_stage.enter(
         pipeline,
-        partial(_local_gradients, pipeline, code, merge, reduction, shapes, constant),
+        partial(_local_gradients, pipeline, code, reduction, shapes, constant),
         (everywhere, everywhere, over_pipe, over_pipe, batch_specs(batch), everywhere, everywhere),
         (_gradient_specs(pipeline, reduction, params), everywhere),
     )
@@ -167,7 +153,6 @@ def _gradient_specs(pipeline: Pipeline, reduction: DataReduction, params: Tree) 
 def _local_gradients(
     pipeline: Pipeline,
     code: StageCode,
-    merge: Callable[[Tree, Tree], Tree],
     reduction: DataReduction,
     shapes: Tree,
     constant: float,
@@ -175,7 +160,7 @@ def _local_gradients(
 ) -> tuple[Tree, TaskSums]:
     """Run every tick on one device, then sum over stages and shards; `arguments` are those of `run` in the caller."""
     *held, scale = arguments
-    stage = on_stage.make_stage(pipeline, code, merge, tuple(held))
+    stage = on_stage.make_stage(pipeline, code, tuple(held))
     no_carry = on_stage.empty_carry(stage)
     work = _Work(stage, no_carry, reduction, shapes, scale, constant)
     tables = pipeline.schedule.tables()
@@ -371,7 +356,8 @@ def _local_sums(pipeline: Pipeline, code: StageCode, outer: Tree, stack: Tree, b
     tables = pipeline.schedule.tables()
     used = (tables.forward_microbatch >= 0).any(axis=1)
     ticks = jnp.asarray(tables.forward_microbatch[used]), jnp.asarray(tables.forward_chunk[used])
-    stage = on_stage.make_stage(pipeline, code, lambda params, _: params, (outer, None, stack, None, batch, key))
+    nothing = [jax.tree.map(lambda _: None, tree) for tree in (outer, stack)]
+    stage = on_stage.make_stage(pipeline, code, (outer, nothing[0], stack, nothing[1], batch, key))
     no_carry = on_stage.empty_carry(stage)
     no_sums = on_stage.empty_sums(stage, no_carry)
 

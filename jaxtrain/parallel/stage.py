@@ -20,6 +20,7 @@ from jaxtrain.models.task import TaskSums
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
 from jaxtrain.parallel.programs import collectives
 from jaxtrain.parallel.schedules import Schedule
+from jaxtrain.runtime.tree import merge_leaves
 
 
 class StageCode(Protocol):
@@ -51,12 +52,16 @@ class Pipeline:
         layout: of the step; its mesh has pipe = schedule.num_stages.
         stack: key of the stacked parameters.
         num_layers: of the stack; a multiple of stages x chunks.
+        zero: ZeRO stage of a step, see `DataReduction`.
+        powers_of_two: whether losses are differentiated over a power of two, see `microbatches.py`.
     """
 
     schedule: Schedule
     layout: Layout
     stack: str
     num_layers: int
+    zero: int = 0
+    powers_of_two: bool = False
 
     @property
     def layers_per_chunk(self) -> int:
@@ -122,7 +127,6 @@ class Stage:
     Attributes:
         pipeline: schedule, layout and stack.
         code: what stages compute.
-        merge: (trained, fixed) -> parameters; both trees have None where the other has an array.
         number: int32 [], of this stage.
         outer, outer_fixed: trained and frozen parameters outside the stack.
         stack, stack_fixed: those of the chunks that this stage runs, arrays [v, n, ...].
@@ -132,7 +136,6 @@ class Stage:
 
     pipeline: Pipeline
     code: StageCode
-    merge: Callable[[Tree, Tree], Tree]
     number: jax.Array
     outer: Tree
     outer_fixed: Tree
@@ -152,12 +155,7 @@ class Stage:
         return self.pipeline.schedule.num_chunks
 
 
-def make_stage(
-    pipeline: Pipeline,
-    code: StageCode,
-    merge: Callable[[Tree, Tree], Tree],
-    arguments: tuple[Tree, Tree, Tree, Tree, Tree, jax.Array],
-) -> Stage:
+def make_stage(pipeline: Pipeline, code: StageCode, arguments: tuple[Tree, Tree, Tree, Tree, Tree, jax.Array]) -> Stage:
     """Deal the layers out and split the batch.
 
     `arguments`: outer, outer_fixed, stack, stack_fixed, batch and key; local arrays, stacks in stored order.
@@ -171,7 +169,6 @@ def make_stage(
     return Stage(
         pipeline=pipeline,
         code=code,
-        merge=merge,
         number=jax.lax.axis_index("pipe"),
         outer=outer,
         outer_fixed=outer_fixed,
@@ -222,19 +219,19 @@ def is_last(stage: Stage, chunk: jax.Array) -> jax.Array:
 def embed(stage: Stage, outer: Tree, rows: Tree, microbatch: jax.Array) -> Tree:
     """Compute the carry into the first layer from `outer`, the trained parameters outside the stack."""
     key = jax.random.fold_in(stage.key, microbatch)
-    return stage.code.embed(stage.merge(outer, stage.outer_fixed), rows, key)
+    return stage.code.embed(merge_leaves(outer, stage.outer_fixed), rows, key)
 
 
 def layers(stage: Stage, stack: Tree, carry: Tree, rows: Tree, microbatch: jax.Array, chunk: jax.Array) -> Tree:
     """Apply the layers of a chunk; `stack` are its trained parameters, arrays [n, ...]."""
     first = (chunk * stage.num_stages + stage.number) * stage.pipeline.layers_per_chunk
-    stack = stage.merge(stack, index(stage.stack_fixed, chunk))
+    stack = merge_leaves(stack, index(stage.stack_fixed, chunk))
     return stage.code.layers(stack, carry, rows, first, jax.random.fold_in(stage.key, microbatch))
 
 
 def loss(stage: Stage, outer: Tree, carry: Tree, rows: Tree) -> TaskSums:
     """Compute the sums of the loss from the carry out of the last layer."""
-    return stage.code.loss(stage.merge(outer, stage.outer_fixed), carry, rows)
+    return stage.code.loss(merge_leaves(outer, stage.outer_fixed), carry, rows)
 
 
 def forward(stage: Stage, microbatch: jax.Array, chunk: jax.Array, carry: Tree) -> Tree:

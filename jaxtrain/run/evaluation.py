@@ -24,9 +24,8 @@ from jaxtrain.runtime.agreement import compiled_by_all
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
 from jaxtrain.train.batch import BatchFeed
-from jaxtrain.train.checks import check_parts
-from jaxtrain.train.parallelism import Parallelism, make_pipeline, microbatches
-from jaxtrain.train.pipelined import evaluation_sums
+from jaxtrain.train.parallelism import Parallelism, check_parts, make_pipeline, microbatches
+from jaxtrain.train.program import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep, check_not_donated
 

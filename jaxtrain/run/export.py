@@ -27,9 +27,9 @@ from jaxtrain.run.open_model import OpenedModel, open_model
 from jaxtrain.run.open_run import OpenedRun, open_run
 from jaxtrain.run.published import exported_texts, kept_published
 from jaxtrain.runtime.terminal import print_remark
+from jaxtrain.runtime.tree import merge_leaves, paths_of
 from jaxtrain.train.base import base_of
 from jaxtrain.train.start import restore_base
-from jaxtrain.train.state import merge_leaves, paths_of
 
 # Sums of float32 in another order, as a share of the range of the logits: the tests of published models allow as much.
 _SUMS = 1e-4

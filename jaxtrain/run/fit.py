@@ -143,7 +143,7 @@ def fit(
     from jaxtrain.data.sources.given import data_of, renamed
     from jaxtrain.models.tasks import TASKS, named_task
     from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.checks import check_parts
+    from jaxtrain.train.parallelism import check_parts
 
     task = named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)

@@ -38,8 +38,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.run.published import kept_published, published_classes
 from jaxtrain.runtime.compiler import Value, choose_options
-from jaxtrain.train.batch import batch_shardings
-from jaxtrain.train.checks import check_ids
+from jaxtrain.train.batch import batch_shardings, check_ids
 
 if TYPE_CHECKING:
     from jaxtrain.metrics.progress import Progress

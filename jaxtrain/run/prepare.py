@@ -33,7 +33,7 @@ from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, resumed_reference
-from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
+from jaxtrain.run.restore import describe_start, resumed_state, saved_form, start_of, trained_leaves
 from jaxtrain.run.resume import check_resumed, choose_start, own_parts, run_metadata
 from jaxtrain.run.session import RunSaves, Session, begin_folder, take_folder
 from jaxtrain.run.watchdog import Activity
@@ -105,7 +105,6 @@ def prepare_session(
         if resumed is None:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
             _begin_directory(run, run_dir, checkpointer, progress)
-            keep_base(base, run, state, run_dir)
             if run.awaits_reference:
                 with spent.measure("evaluation"):
                     main = is_main_process()

@@ -27,7 +27,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.precision.policy import LossScale
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import OwnStep, Run
-from jaxtrain.train.base import KEPT, BaseRecord, base_of, describe_base, with_base, without_base
+from jaxtrain.train.base import BaseRecord, base_of, describe_base, with_base, without_base
 from jaxtrain.train.spikes import first_history
 from jaxtrain.train.start import restore_base
 from jaxtrain.train.state import (
@@ -87,15 +87,6 @@ def describe_start(run: Run, state: TrainState, given: dict[str, Any]) -> BaseRe
         if below.format != "kept" and own.digests.items() <= below.digests.items():
             return own
     return describe(format="kept", path=None, seed=seed)
-
-
-def keep_base(record: BaseRecord | None, run: Run, state: TrainState, run_dir: Path) -> None:
-    """Write a base that nothing else has into the run; every process calls this."""
-    trains = trained_leaves(run.step)
-    if record is not None and record.format == "kept" and trains is not None:
-        frozen = select_leaves(state.params, lambda path: not trains(path))
-        with Checkpointer(run_dir / KEPT) as checkpointer:
-            checkpointer.save(0, {"params": frozen}, metadata={})
 
 
 def saved_form(step: TrainStep, checkpointer: Checkpointer) -> TrainState:

@@ -124,7 +124,7 @@ def run_config(
     lost = None if watchdog is None else watchdog.lost_seconds
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
     from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.checks import check_parts
+    from jaxtrain.train.parallelism import check_parts
 
     check_parts(**given)
     if optimizer is None and learning_rate is not None:

@@ -10,6 +10,20 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def paths_of(tree: Any) -> dict[str, Any]:
+    """Path of each leaf -> the leaf."""
+    import jax
+
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def merge_leaves(chosen: Any, rest: Any) -> Any:
+    """The tree whose leaves come from `chosen`, and from `rest` where `chosen` has None."""
+    import jax
+
+    return jax.tree.map(lambda a, b: b if a is None else a, chosen, rest, is_leaf=lambda leaf: leaf is None)
+
+
 def part_name(key: Any) -> str:
     """One key of a path as the part of a stored name, which may itself hold `/` or dots."""
     from jax import tree_util as kinds

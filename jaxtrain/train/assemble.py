@@ -42,14 +42,14 @@ class OwnStep:
     """Parts of a step that came from Python; None: what the config says.
 
     Attributes:
-        optimizer: in place of that of the config.
+        task, optimizer, mesh: in place of those of the config.
         learning_rate: the rate that the metrics show, of such an optimizer; step -> rate, or a number.
         trainable: parameter path -> whether it is trained.
         rules: logical axes -> mesh axes, added to the default rules.
-        mesh: in place of one over all devices.
         params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
     """
 
+    task: Task | None = None
     optimizer: optax.GradientTransformation | None = None
     learning_rate: optax.Schedule | float | None = None
     trainable: Callable[[str], bool] | None = None
@@ -64,14 +64,7 @@ class OwnStep:
 class Run:
     """What a config describes, ready to compile.
 
-    Attributes:
-        config: the resolved config.
-        name: of the run.
-        data: rows and what is known of them.
-        batches: batch k of the training rows, or of an iterable.
-        step: the train step, with model, task and mesh.
-        num_parameters: of the model.
-        awaits_reference: whether the rows hold NaN as their entry `reference` until the run has computed it.
+    `awaits_reference`: whether the rows hold NaN as their entry `reference` until the run has computed it.
     """
 
     config: Config
@@ -119,30 +112,17 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
 
 
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
-    """Raise where task, model and data do not belong together.
-
-    Args:
-        config: with a model of its own.
-        data: what it was opened as.
-        targets: shape and dtype of a batch's targets; None: it has none, or nested ones.
-        own_task: whether the task comes from Python.
-
-    Raises:
-        ConfigError: names the settings that contradict one another.
-    """
+    """Raise a `ConfigError` where task, model and data, whose batches may have `targets`, do not belong together."""
     check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
     if targets is None and not own_task:
-        raise ConfigError(
-            f"task={config.task} needs an entry 'targets' in the rows of the data, which have none; give them, or "
-            "bring a task of your own (Python)"
-        )
-    if config.task == "classification" and integers is False:
-        named = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""
-        raise ConfigError(f"task=classification, but the targets of the data are numbers; set task=regression{named}")
-    if config.task == "regression" and integers:
-        raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
+        raise ConfigError(f"task={config.task} needs an entry 'targets' in the rows of the data, which have none")
+    if (config.task == "classification" and integers is False) or (config.task == "regression" and integers):
+        kinds, works = ("classes", "classification") if integers else ("numbers", "regression")
+        if not integers and config.data.kind == "table":
+            works += " (and data.task=classification if they name classes)"
+        raise ConfigError(f"task={config.task}, but the targets of the data are {kinds}; set task={works}")
     check_sizes(
         config,
         vocab_size=data.vocab_size,
@@ -159,7 +139,6 @@ def build_step(
     vocab_size: int | None = None,
     num_outputs: int | None = None,
     model: Model | None = None,
-    task: Task | None = None,
     devices: Sequence[Any] | None = None,
     own: OwnStep | None = None,
 ) -> TrainStep:
@@ -170,7 +149,6 @@ def build_step(
         input_shape: of one row: (sequence length,) of tokens, (height, width, channels), ...
         vocab_size, num_outputs: used where the config leaves them out.
         model: your own model instead of the config's.
-        task: your own task instead of the config's.
         devices: devices to use, real or compile-only; None: all.
         own: further parts that came from Python.
 
@@ -197,7 +175,7 @@ def build_step(
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
     return make_train_step(
         model,
-        task or build_task(config),
+        own.task or build_task(config),
         own.optimizer or build_optimizer(optimizer, schedule, axes=axes),
         mesh=mesh,
         policy=config.precision.policy,
@@ -223,34 +201,23 @@ def build_sharded_model(
     model: Model | None = None,
     task: Task | None = None,
     mesh: Mesh | None = None,
-    devices: Sequence[Any] | None = None,
-    as_trained: bool = False,
 ) -> ShardedModel:
     """The model of a config on its mesh, for all that does not train it.
 
-    Args:
-        config: the run.
-        input_shape: of one row, as for `build_step`.
-        vocab_size, num_outputs: used where the config leaves them out.
-        model: your own model instead of the config's.
-        task: your own task instead of the config's.
-        mesh: instead of one with the degrees of the config.
-        devices: devices to use, real or compile-only; None: all.
-        as_trained: whether parameters are sharded over `data` as ZeRO 1 and 2 store them; else they are replicated over
-            it, so that nothing is gathered for each batch or token.
+    Parameters are replicated over `data` where ZeRO 1 and 2 would shard them, so that nothing is gathered for each
+    batch or token. Arguments are those of `build_step` and `OwnStep`.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
-    mesh = make_mesh(**config_degrees(config.parallel), devices=devices) if mesh is None else mesh
     parallelism = parallelism_of(config)
-    if not as_trained and stage_over_data(parallelism.zero):
+    if stage_over_data(parallelism.zero):
         parallelism = replace(parallelism, zero=0)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     model = finetuned(config, model_of(config, **sizes, model=model))
     return shard_model(
         model,
-        mesh=mesh,
+        mesh=mesh or make_mesh(**config_degrees(config.parallel), devices=None),
         policy=config.precision.policy,
         parallelism=parallelism,
         trainable=trainable_of(config, model),
@@ -266,36 +233,25 @@ def model_of(
     num_outputs: int | None = None,
     model: Model | None = None,
 ) -> Model:
-    """The model of a config, or your own one in its place, which has a remat policy of its own.
-
-    Args:
-        config: the run.
-        input_shape, vocab_size, num_outputs, model: as for `build_step`.
-    """
+    """The model of a config, or your own one in its place, which has a remat policy of its own."""
     remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
-    if model is None and isinstance(config.model, CalledModel):
-        model = build_model(config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
-    if model is not None:
-        return _with_policy(model, remat)
-    return build_model(
-        config.model, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, remat=remat
-    )
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
+    if model is None and not isinstance(config.model, CalledModel):
+        return build_model(config.model, **sizes, remat=remat)
+    model = build_model(config.model, **sizes) if model is None else model
+    default = RematConfig()
+    # What is at its default asks for nothing.
+    if remat not in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
+        raise ConfigError(
+            f"remat.policy={remat.policy} reaches no model from Python; build {model.name} with "
+            "from_stages(remat=...), build_model(remat=...) or jax.checkpoint (nnx.remat, nn.remat) inside it"
+        )
+    return model
 
 
 def parallelism_of(config: Config) -> Parallelism:
     """The options of a config's mesh axes besides their degrees."""
     return Parallelism(**config.parallel.model_dump(exclude={*AXES, "auto"}))
-
-
-def _with_policy(model: Model, remat: Remat) -> Model:
-    """Your own model, where the config asks for no other remat policy than it has; its default asks for nothing."""
-    default = RematConfig()
-    if remat in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
-        return model
-    raise ConfigError(
-        f"remat.policy={remat.policy} reaches no model from Python; build {model.name} with from_stages(remat=...), "
-        "build_model(remat=...) or jax.checkpoint (nnx.remat, nn.remat) inside it"
-    )
 
 
 def assemble(
@@ -308,20 +264,7 @@ def assemble(
     devices: Sequence[Any] | None = None,
     own: OwnStep | None = None,
 ) -> Run:
-    """Build model, optimizer, mesh and step from a config.
-
-    Args:
-        config: the run.
-        data: from `open_run_data`, or your own `Data`.
-        name: of the run.
-        model: your own model instead of the config's.
-        task: your own task instead of the config's.
-        devices: devices to use; None: all.
-        own: further parts that came from Python.
-
-    Raises:
-        ConfigError: parts that do not fit together, or sizes that do not divide.
-    """
+    """Build model, optimizer, mesh and step from a config; see `build_step` and `OwnStep`."""
     batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:
@@ -335,9 +278,8 @@ def assemble(
         vocab_size=data.vocab_size,
         num_outputs=data.num_outputs,
         model=model,
-        task=task,
         devices=devices,
-        own=own,
+        own=replace(own or OwnStep(), task=task),
     )
     awaits = lacks_reference(step.task, spec)
     if awaits:
@@ -350,13 +292,7 @@ def assemble(
 def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Model:
     """The model with the adapters of a config, and its frozen kernels in the format of the config.
 
-    Args:
-        config: the run.
-        model: of the config, or your own.
-        drawn: patterns of parameters that are drawn although others are given: they are trained too.
-
-    Raises:
-        ConfigError: targets, ranks or formats that the model cannot have.
+    Parameters that match `drawn` are drawn although others are given: they are trained too.
     """
     settings = config.finetune
     if settings.lora is None:
@@ -391,13 +327,7 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     A layer that begins with outputs of size 1 takes thousands of steps of Adam to reach prices. The config of a run
     stays without it, because a run on another table takes the scale of that.
 
-    Args:
-        config: the run.
-        reading: `Data.reading` of the data that it is trained on.
-        task: name of the shipped task; anything else: it is one of the user's, whose outputs may be no numbers.
-
-    Raises:
-        ConfigError: the config has a scale, and its task is not of numbers.
+    `reading` is that of the data; `task` the name of the shipped task: outputs of a user's may be no numbers.
     """
     model = config.model
     if not isinstance(model, MLPConfig) or not isinstance(task, str):
@@ -409,9 +339,6 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     mean, deviation = ((reading or {}).get(name) for name in ("target_mean", "target_deviation"))
     if task != "regression" or mean is None or deviation is None:
         return config
-    try:
-        # A constant is learned as it is.
-        scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
-    except ConfigError:  # numbers near the ends of float32, which nothing brings to size 1
-        return config
+    # A constant is learned as it is.
+    scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
     return config.model_copy(update={"model": model.model_copy(update={"output_scale": scale})})

@@ -11,14 +11,11 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.digest import digests
-from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.errors import CheckpointError
 from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.kernels import LowRankKernel
-from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
-
-KEPT = "base"
-"""Folder of a run with a base that came from Python as arrays: nothing else has them."""
+from jaxtrain.runtime.tree import merge_leaves, paths_of
+from jaxtrain.train.state import TrainState, select_leaves
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,11 @@ class BaseRecord:
     """Where the frozen parameters of a run came from, and what they are.
 
     Attributes:
-        format: "published" (a folder or a GGUF file), "run" (a step of a run), "kept" (in the run's own directory), or
-            "drawn" (from the seed alone).
-        path: of that; None: there is none.
+        format, path: "published" (a folder or a GGUF file), "run" (a step of a run), or "drawn", which has no path.
         seed: of the run; what is not in `path` is drawn from it.
         skip: patterns of paths that are drawn although `path` has them.
         digests: path of each frozen parameter -> its dtype and the two sums of its digest.
-        scale: what the products of the adapters above it are multiplied by; None: not recorded.
+        scale: what the products of the adapters above it are multiplied by.
     """
 
     format: str
@@ -45,41 +40,16 @@ class BaseRecord:
     @property
     def shown(self) -> str:
         """The base in messages."""
-        return {"drawn": f"weights drawn from seed {self.seed}", "kept": "weights from Python"}.get(
-            self.format, str(self.path)
-        )
-
-    @property
-    def digest(self) -> str:
-        """One digest of all frozen parameters."""
-        return hashlib.sha256(json.dumps(self.digests, sort_keys=True).encode()).hexdigest()
+        return f"weights drawn from seed {self.seed}" if self.path is None else self.path
 
     def as_json(self) -> dict[str, Any]:
         """The record for run.json and for the metadata of checkpoints."""
-        return {
-            "path": self.path,
-            "digest": self.digest,
-            "format": self.format,
-            "seed": self.seed,
-            "skip": list(self.skip),
-            "digests": {path: list(found) for path, found in self.digests.items()},
-            "scale": self.scale,
-        }
+        digest = hashlib.sha256(json.dumps(self.digests, sort_keys=True).encode()).hexdigest()
+        sums = {path: list(found) for path, found in self.digests.items()}
+        return vars(self) | {"skip": list(self.skip), "digests": sums, "digest": digest}
 
-    def source(self, run_dir: Path) -> str | None:
-        """Where the base is read from; None: it is drawn."""
-        return str(run_dir / KEPT) if self.format == "kept" else self.path
-
-    def check_scale(self, model: Model, *, run_dir: Path) -> None:
-        """Raise where a model multiplies the products of the adapters by another number than they were trained with.
-
-        Args:
-            model: adapted.
-            run_dir: of the run, for messages.
-
-        Raises:
-            CheckpointError: names both numbers.
-        """
+    def check_scale(self, model: Model, *, run_dir: str | Path) -> None:
+        """Raise a `CheckpointError` where a model's adapters are multiplied by another number than in training."""
         lora = None if model.adapted is None else model.adapted.lora
         if lora is not None and self.scale is not None and not math.isclose(lora.scale, self.scale, rel_tol=1e-6):
             raise CheckpointError(
@@ -88,17 +58,8 @@ class BaseRecord:
                 "rank_stabilised of that run"
             )
 
-    def check(self, params: Mapping[str, jax.Array], *, source: str | None, run_dir: Path) -> None:
-        """Raise where parameters are not those that the adapters were trained on.
-
-        Args:
-            params: path -> frozen parameter.
-            source: where they come from.
-            run_dir: of the run, for messages.
-
-        Raises:
-            CheckpointError: names the first that differs.
-        """
+    def check(self, params: Mapping[str, jax.Array], *, source: str | None, run_dir: str | Path) -> None:
+        """Raise a `CheckpointError` where frozen parameters, by path, are not those of the training."""
         # What was trained there and is frozen here has no digest to compare.
         same = {path: leaf for path, leaf in params.items() if self.digests.get(path, ("",))[0] == str(leaf.dtype)}
         for path, sums in digests(same).items():
@@ -115,8 +76,7 @@ def base_of(metadata: Mapping[str, Any]) -> BaseRecord | None:
     if not isinstance(found, Mapping):
         return None
     sums = {path: (dtype, first, second) for path, (dtype, first, second) in found["digests"].items()}
-    skip = tuple(found["skip"])
-    return BaseRecord(found["format"], found["path"], found["seed"], skip, sums, found.get("scale"))
+    return BaseRecord(found["format"], found["path"], found["seed"], tuple(found["skip"]), sums, found["scale"])
 
 
 def describe_base(
@@ -128,13 +88,7 @@ def describe_base(
     seed: int,
     skip: Sequence[str] = (),
 ) -> BaseRecord:
-    """The record of the base of a state; with several processes all of them call this.
-
-    Args:
-        params: of the state at step 0, base and adapters.
-        trains: parameter path -> whether it is trained.
-        format, path, seed, skip: see `BaseRecord`.
-    """
+    """The record of the base of a state (`params`, at step 0); with several processes all of them call this."""
     frozen = {name: leaf for name, leaf in paths_of(params).items() if not trains(name)}
     sums = {name: (str(frozen[name].dtype), *found) for name, found in digests(frozen).items()}
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
@@ -142,31 +96,11 @@ def describe_base(
     return BaseRecord(format, path, seed, tuple(skip), sums, scale)
 
 
-def run_of(path: str | Path) -> Path:
-    """The directory of the run that a path of a run, of its checkpoints or of one of them belongs to."""
-    found = find_checkpoint(path).run_dir
-    if found is None:
-        raise CheckpointError(
-            f"{path} holds adapters, whose base is kept in the directory of their run: give that directory"
-        )
-    return found
-
-
 def without_base(state: TrainState, trains: Callable[[str], bool] | None) -> TrainState:
-    """The state with None in place of frozen parameters: what a checkpoint of an adapter run holds.
-
-    Args:
-        state: arrays, shapes or shardings.
-        trains: parameter path -> whether it is trained; None: the checkpoint holds the whole state.
-    """
+    """The state as a checkpoint of an adapter run holds it, without frozen parameters (`trains` None: whole)."""
     return state if trains is None else replace(state, params=select_leaves(state.params, trains))
 
 
 def with_base(state: TrainState, base: Params) -> TrainState:
-    """The state with its frozen parameters.
-
-    Args:
-        state: from `without_base`.
-        base: a tree like its parameters, None in place of trained ones.
-    """
+    """The state of `without_base` with its frozen parameters, from a tree with None in place of trained ones."""
     return replace(state, params=merge_leaves(state.params, base))

@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import shown
-from jaxtrain.errors import ConfigError
+from jaxtrain.data.batches import check_bits
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import RENAME, CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
-from jaxtrain.train.checks import check_ids
 
 
 class BatchSource(Protocol):
@@ -30,13 +30,7 @@ class BatchSource(Protocol):
 
 
 class BatchFeed:
-    """How batches reach a model on its mesh: sharded, and with ids that the model has.
-
-    Args:
-        sharded_model: that takes them.
-        task: that reads them.
-        microbatches: their number, by which the rows divide, under the name that people know it by.
-    """
+    """How batches reach a model on its mesh: sharded, and with ids that the model has."""
 
     def __init__(self, sharded_model: ShardedModel, task: Task, microbatches: Mapping[str, int]):
         self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
@@ -44,11 +38,7 @@ class BatchFeed:
         self._known_shardings: tuple[Any, list[NamedSharding]] | None = None
 
     def check(self, batch: Any) -> None:
-        """Raise where something is no batch that the task can take.
-
-        Raises:
-            ConfigError: what it is or holds.
-        """
+        """Raise a `ConfigError` where something is no batch that the task can take."""
         if not isinstance(batch, Mapping) or not batch:
             raise ConfigError(f"a batch is a dict of arrays such as {{'inputs': x, 'targets': y}}, not {shown(batch)}")
         if not self.task.calls_model and "inputs" not in batch:
@@ -57,20 +47,12 @@ class BatchFeed:
             )
 
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
-
-        Raises:
-            ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
-        """
+        """See `TrainStep.batch_shardings`."""
         self.check(batch)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
     def is_placed(self, batch: Mapping[str, Any]) -> bool:
-        """Whether every entry of a batch is an array on the mesh, sharded as a compiled step takes it.
-
-        Raises:
-            ConfigError: as `shardings`, of a batch of arrays on devices.
-        """
+        """Whether every entry of a batch is an array on the mesh, sharded as a compiled step takes it."""
         leaves, structure = jax.tree.flatten(dict(batch))
         if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in leaves):
             return False
@@ -83,13 +65,7 @@ class BatchFeed:
         )
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
-        """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
-
-        Loading raises a `DataError` where a row holds an id that the model does not have.
-
-        Raises:
-            ConfigError: batches that do not divide by the devices or the microbatches.
-        """
+        """See `TrainStep.loader`."""
         spec = batches.spec()
         shardings, limits = self.shardings(spec), self._limits(spec)
 
@@ -99,12 +75,7 @@ class BatchFeed:
         return load
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of host arrays, numbers or arrays elsewhere, on the mesh; host arrays may be refilled afterwards.
-
-        Raises:
-            ConfigError: no dict with `inputs`, or sizes that do not divide.
-            DataError: a host array with an id that the model does not have.
-        """
+        """See `TrainStep.place`; host arrays may be refilled afterwards."""
         self.check(batch)
         # Copied: `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
         batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), dict(batch))
@@ -115,15 +86,14 @@ class BatchFeed:
     def num_classes(self, batch: Mapping[str, Any]) -> int | None:
         """The number of classes or tokens that the task chooses among; None for another task, or where it is unknown.
 
-        Args:
-            batch: arrays or shapes.
+        `batch` may be arrays or shapes.
         """
         return self._limits(batch).get("targets")
 
     def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Entry of a batch -> number of ids that it may hold, found once: it may take a trace of the model."""
         if self._known_limits is None:
-            self._known_limits = id_limits(self.sharded_model, self.task, batch)
+            self._known_limits = _id_limits(self.sharded_model, self.task, batch)
         return self._known_limits
 
 
@@ -135,14 +105,8 @@ def batch_shardings(
 ) -> dict[str, NamedSharding]:
     """Rows sharded over the batch axes; scalars are replicated.
 
-    Args:
-        batch: arrays or shapes, global.
-        layout: of the step.
-        batch_axes: see `Task.batch_axes`.
-        microbatches: their number under the name that people know it by.
-
-    Raises:
-        ConfigError: sizes that do not divide by the devices or by the microbatches.
+    `batch` are arrays or shapes, global; `batch_axes` those of the task; `microbatches` their number, by which the rows
+    divide, under the name that people know it by.
     """
     mesh = layout.mesh
 
@@ -159,13 +123,10 @@ def batch_shardings(
     return jax.tree_util.tree_map_with_path(sharding, dict(batch))
 
 
-def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]) -> dict[str, int]:
+def _id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]) -> dict[str, int]:
     """Entry of a batch -> number of ids that it may hold, where that is known.
 
-    Args:
-        sharded_model: traced where the model does not say its number of outputs.
-        task: may know the number of classes.
-        batch: arrays or shapes.
+    The model is traced where it does not say its number of outputs; `batch` may be arrays or shapes.
     """
     model = sharded_model.model
     if task.calls_model:
@@ -187,3 +148,29 @@ def id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any])
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = jax.eval_shape(outputs, sharded_model.abstract_params, sharded_model.abstract_model_state, inputs, key)
     return {**limits, "targets": task.num_classes(found)}
+
+
+def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
+    """Raise a `DataError` at ids that the model does not have, or integers that jax would truncate to 32 bits.
+
+    Of NumPy arrays alone. `limits`: entry -> number of ids it may hold; negative `targets`, and those of weight 0, are
+    ignored. `where` is the batch in the message.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
+        if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            check_bits(leaf, f"{where} holds {path_name(path)}")
+    for name, limit in limits.items():
+        ids = batch.get(name)
+        ids = ids.get("tokens") if isinstance(ids, Mapping) else ids
+        if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+            continue
+        wrong = ids >= limit if name == "targets" else (ids >= limit) | (ids < 0)
+        weights = batch.get("weights")
+        if name == "targets" and isinstance(weights, np.ndarray) and weights.shape == ids.shape[: weights.ndim]:
+            wrong &= weights.reshape(*weights.shape, *[1] * (ids.ndim - weights.ndim)) != 0
+        if wrong.any():
+            more = "; negative targets are ignored" if name == "targets" else ""
+            raise DataError(
+                f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}{more}; "
+                "mend the data, or give the model more outputs or a larger vocabulary"
+            )

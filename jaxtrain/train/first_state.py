@@ -8,47 +8,37 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.initializers import CannotFollowError, can_draw, follow
+from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.start import Start
-from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
+from jaxtrain.train.state import TrainState, select_leaves
 
-# Each of several processes draws the whole state, where the program draws the part of its devices: up to this many
-# numbers, which take it two seconds.
+# Each of several processes draws the whole state: up to this many numbers, which take it two seconds.
 _MOST_DRAWN_BY_EACH = 2**29
 
 
 class FirstState:
     """Makes the state at step 0 of a step.
 
-    The results of a compiled program are arrays of their own. Parameters that were read from files and passed through
-    one would be on the devices twice for a moment, which a base that fills half of a device has no room for. Those that
-    are as the state stores them are left out of the program's results and put in their places afterwards.
-
-    Args:
-        create: `create_state` of a program, taking key, params and model_state.
-        wanted: the state as shapes, with the shardings of its parameters.
-        shardings: of every array of the state.
+    The results of a compiled program are arrays of their own: parameters that were read from files and passed through
+    one would be on the devices twice for a moment, for which a large base has no room. Those that are as the state
+    stores them are left out of the program's results and put in their places afterwards.
     """
 
     def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):
         self._create, self._shardings, self._shapes = create, shardings, wanted
         self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
         self._wanted = paths_of(wanted.params)
-        # What is left out -> the program; that of a state that is drawn is traced where its shapes were found.
+        # What is left out -> the program.
         self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
 
     def __call__(self, key: jax.Array, start: Start) -> TrainState:
-        """The state, its arrays shared with nobody but `start`.
-
-        Args:
-            key: typed key.
-            start: what it starts from.
-        """
+        """The state from a typed key and a start, its arrays shared with nobody else."""
         if start.params is None and start.model_state is None and self._is_on_host(key):
             try:
                 return self._drawn_on_host(key)
@@ -67,21 +57,17 @@ class FirstState:
 
     def _is_on_host(self, key: jax.Array) -> bool:
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
-        known = not isinstance(key, Tracer)
-        processes = {device.process_index for device in self._devices}
-        if jax.process_index() not in processes:
+        if isinstance(key, Tracer) or any(device.platform != "cpu" for device in self._devices):
             return False
-        alone = len(processes) == 1
+        processes = {device.process_index for device in self._devices}
+        kinds = {leaf.dtype for leaf in jax.tree.leaves(self._shapes)}
+        one_kind = all(kind == key.dtype for kind in kinds if jnp.issubdtype(kind, jax.dtypes.prng_key))
         few = sum(leaf.size for leaf in jax.tree.leaves(self._shapes.params)) <= _MOST_DRAWN_BY_EACH
-        on_cpu = all(device.platform == "cpu" for device in self._devices)
-        return on_cpu and (alone or few) and known and can_draw(key)
+        return jax.process_index() in processes and (len(processes) == 1 or few) and one_kind and can_draw(key)
 
     def _drawn_on_host(self, key: jax.Array) -> TrainState:
         traced = self._program(frozenset()).trace(key, params=None, model_state=None)
         shapes, structure = jax.tree.flatten(self._shapes)
-        for like in shapes:
-            if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key) and like.dtype != key.dtype:
-                raise CannotFollowError("a state with keys of several kinds")
         state: list[Any] = []
         here = next(device for device in self._devices if device.process_index == jax.process_index())
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
@@ -112,7 +98,7 @@ def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> ja
         for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
     ]
     placed = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
-    if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(key))
     return placed
 

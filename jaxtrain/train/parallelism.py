@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import optax
 from jax.sharding import Mesh
 
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import ParallelConfig
+from jaxtrain.data.sources.dataset import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.rules import DEFAULT_RULES, zero_axes
+from jaxtrain.layout.rules import DEFAULT_RULES, stage_over_data, zero_axes
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel, place_model
@@ -23,7 +27,21 @@ from jaxtrain.parallel.division import (
 )
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, get_policy
-from jaxtrain.train.checks import check_parts
+
+_PARTS = {
+    "model": (Model, "a jaxtrain.Model", "jaxtrain.from_nnx(Net), from_linen, from_functions or build_model"),
+    "task": (Task, "a jaxtrain.Task", "jaxtrain.classification() or jaxtrain.Task('name', loss)"),
+    "optimizer": (optax.GradientTransformation, "an optax transformation", "optax.adamw(1e-3)"),
+    "data": (Data, "a jaxtrain.Data", "jaxtrain.open_data({'kind': ...})"),
+}
+
+
+def check_parts(**parts: Any) -> None:
+    """Raise a `ConfigError` where a model, task, optimizer or data is something else; None: that of a config."""
+    for name, value in parts.items():
+        kind, takes, write = _PARTS[name]
+        if value is not None:
+            check_kind(value, kind, what=name, takes=takes, write=write)
 
 
 @dataclass(frozen=True)
@@ -39,9 +57,6 @@ class Parallelism:
         microbatches: of a pipeline; None: the accumulation steps, or two per stage where that is 1.
         chunks: of layers per stage, under interleaved_1f1b; None: 2.
         max_replicated_fraction: share of parameter bytes that may be replicated although `fsdp` > 1.
-
-    Raises:
-        ConfigError: a value that the option does not have.
 
     Example:
         >>> step = jt.make_train_step(
@@ -64,18 +79,9 @@ class Parallelism:
 def make_layout(
     model: Model, task: Task | None, mesh: Mesh, parallelism: Parallelism, rules: Mapping[str, tuple[str, ...]] | None
 ) -> Layout:
-    """The layout of a model on a mesh.
+    """The layout of a model on a mesh, with `rules` added to `DEFAULT_RULES`.
 
-    Args:
-        model: gives the axes of its parameters.
-        task: whose rows need a sequence where `context` > 1; None: not checked.
-        mesh: from `make_mesh`.
-        parallelism: its options.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
-
-    Raises:
-        ConfigError: an axis or option that this model or task cannot use.
+    Raises a `ConfigError` at an axis or option that this model or task (None: not checked) cannot use.
     """
     check_zero(mesh.shape, parallelism.zero)
     check_model_axes(
@@ -122,15 +128,13 @@ def shard_model(
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
+        rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
         parallelism: as for `make_train_step`; None: the defaults.
         trainable: parameter path -> whether it was trained; others keep the dtype of `model.init`. None: all were.
-        task: see `make_layout`.
+        task: whose rows need a sequence where `context` > 1; None: not checked.
 
     Raises:
-        ConfigError: sizes that do not divide by the mesh, too many replicated bytes, or an axis that the model cannot
-            use.
+        ConfigError: sizes that do not divide, too many replicated bytes, or an axis that the model cannot use.
 
     Example:
         >>> sharded = jt.shard_model(model, policy="bf16")
@@ -146,16 +150,13 @@ def shard_model(
 
 
 def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, accumulation_steps: int) -> Pipeline | None:
-    """The pipeline of a model, or None where the mesh has one stage.
-
-    Raises:
-        ConfigError: layers or microbatches that do not fit.
-    """
+    """The pipeline of a model, or None where the mesh has one stage; a `ConfigError` where layers do not fit."""
     num_layers = None if model.parts is None else model.parts.num_layers
     schedule = pipeline_schedule(parallelism, layout.mesh.shape["pipe"], num_layers, accumulation_steps)
     if schedule is None or model.parts is None:
         return None
-    return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers)
+    stage = stage_over_data(parallelism.zero)
+    return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers, stage)
 
 
 def microbatches(pipeline: Pipeline | None, accumulation_steps: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ Shapes: B batch, N rows.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,14 +39,7 @@ def lacks_reference(task: Task, entries: Mapping[str, Any]) -> bool:
 def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any], *, value: float = math.nan) -> "Data":
     """Data whose rows hold one number as their entry `reference`, until the numbers are known.
 
-    Args:
-        step: of a task that reads them.
-        data: without them.
-        spec: shapes of a batch.
-        value: the number: NaN, so that nobody trains on it.
-
-    Raises:
-        ConfigError: batches of an iterable, or `Task.reference` gives something else than [B, ...].
+    `spec` has the shapes of a batch without them; NaN, so that nobody trains on it.
     """
     from jaxtrain.data.stream import BatchStream
 
@@ -54,12 +48,8 @@ def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any], *
             f"task {step.task.name!r} computes numbers of each row before training, and an iterable of batches has no "
             "rows to return to; give rows with an index (jaxtrain.ArrayRows), or batches with an entry 'reference'"
         )
-    found = jax.eval_shape(
-        lambda *arguments: _values(step, *arguments),
-        step.sharded_model.abstract_params,
-        step.sharded_model.abstract_model_state,
-        dict(spec),
-    )
+    model, arguments = step.sharded_model, functools.partial(_values, step)
+    found = jax.eval_shape(arguments, model.abstract_params, model.abstract_model_state, dict(spec))
     train, held_out = (
         None if rows is None else np.broadcast_to(np.float32(value), (len(rows), *found.shape[1:]))
         for rows in (data.train, data.validation)
@@ -69,13 +59,7 @@ def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any], *
 
 
 def with_reference(data: "Data", train: np.ndarray, validation: np.ndarray | None) -> "Data":
-    """Data with the entry `reference`.
-
-    Args:
-        data: rows with an index.
-        train: float32 [N, ...] of the training rows.
-        validation: of the held-out rows; None where there are none.
-    """
+    """Data with the entry `reference`: float32 [N, ...] of the training rows and of the held-out ones, if any."""
     from jaxtrain.data.rows import with_entry
 
     held_out = data.validation
@@ -101,7 +85,6 @@ def reference_rows(
         The rows with an entry `reference`, float32.
 
     Raises:
-        ConfigError: a task without reference, or an argument of another type.
         DataError: a number that is not finite.
 
     Example:
@@ -118,17 +101,10 @@ def reference_rows(
 
     check_rows(rows, what="reference_rows", write="reference_rows(step, state, jaxtrain.ArrayRows({...}))")
     batch_size = check_whole(batch_size, what="reference_rows: batch_size", least=1, write="batch_size=32")
-    if step.task.reference is None:
-        raise ConfigError(
-            f"reference_rows: task {step.task.name!r} compares with no model that training starts from; write "
-            "make_train_step(model, jaxtrain.dpo(), ...)"
-        )
     if isinstance(state, TrainState):
-        params, model_state = state.params, state.model_state
-    else:
-        params, model_state = state.evaluation_params, state.evaluation_model_state
-    values = compute_reference(step, params, model_state, rows, batch_size=batch_size, what="the rows")
-    return with_entry(rows, ENTRY, values)
+        state = EvaluationState(state.params, state.model_state)
+    params, model_state = state.evaluation_params, state.evaluation_model_state
+    return with_entry(rows, ENTRY, compute_reference(step, params, model_state, rows, batch_size, what="the rows"))
 
 
 def compute_reference(
@@ -136,32 +112,21 @@ def compute_reference(
     params: Params,
     model_state: ModelState,
     rows: "grain.MapDataset",
-    *,
     batch_size: int,
+    *,
     workers: int | None = None,
     what: str,
 ) -> np.ndarray:
-    """Compute the entry `reference` of all rows; with several processes all of them call this, and get all numbers.
+    """Compute the entry `reference` of N rows, float32 [N, ...]; with several processes all call this, and get all.
 
-    Args:
-        step: of a task with a `reference`.
-        params, model_state: of the model, on the mesh.
-        rows: N of them.
-        batch_size: over all devices.
-        workers: threads that read rows one by one; None: the cores of this process.
-        what: the rows in messages.
-
-    Returns:
-        float32 [N, ...].
-
-    Raises:
-        DataError: a number that is not finite.
+    `batch_size` is that over all devices, `workers` threads that read rows one by one (None: all cores),
+    `what` the rows in messages. A number that is not finite is a `DataError`.
     """
     from jaxtrain.data import Batches
 
     batches = Batches(rows, batch_size, seed=0, shuffle=False, workers=workers)
     compute = jax.jit(
-        lambda *arguments: _values(step, *arguments),
+        functools.partial(_values, step),
         # Replicated, so that each process can read all of it.
         out_shardings=NamedSharding(step.mesh, PartitionSpec()),
         compiler_options={**step.compiler_options.used} or None,
@@ -173,9 +138,8 @@ def compute_reference(
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
     if wrong.size:
         raise DataError(
-            f"row {wrong[0]} of {what} has a reference of {values[wrong[0]].tolist()}, by the parameters that training "
-            "starts from, which is no finite number; look for ids outside the vocabulary, or for parameters that are "
-            "not finite"
+            f"row {wrong[0]} of {what} has a reference of {values[wrong[0]].tolist()}, which is no finite number; look "
+            "for ids outside the vocabulary, or for parameters that are not finite"
         )
     return values
 

@@ -26,9 +26,6 @@ class SpikeRule:
         sigmas: above 0.
         watch: "loss", "grad_norm" or "both".
 
-    Raises:
-        ConfigError: a value of another type or out of range.
-
     Example:
         >>> rule = jt.SpikeRule(window=128, sigmas=6.0)
         >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), spikes=rule)
@@ -50,13 +47,10 @@ class SpikeRule:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SpikeHistory:
-    """What spikes are told by, replicated on all devices.
+    """What spikes are told by.
 
-    Attributes:
-        losses: float32 [window], of the last accepted steps; step i of them is at i % window.
-        grad_norms: float32 [window], of the same steps.
-        accepted: int32 [], accepted steps.
-        spikes: int32 [], spikes.
+    Losses and gradient norms of the last accepted steps, float32 [window], step i of them at i % window; the numbers of
+    accepted steps and of spikes, int32 [].
     """
 
     losses: jax.Array

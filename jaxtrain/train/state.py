@@ -1,5 +1,6 @@
-"""What a step carries from one step to the next, and where each array of it is on the mesh."""
+"""What a step is made of, what it carries from one step to the next, and where each array of it is on the mesh."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,13 +10,88 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, path_name
+from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import stage_over_data
+from jaxtrain.layout.sharding import Layout, optimizer_shardings, parameter_shardings
 from jaxtrain.models.model import ModelState, Params
-from jaxtrain.models.sharded import ShardedModel, with_sharding
-from jaxtrain.optim.offload import lives_on_host, on_host
+from jaxtrain.models.sharded import ShardedModel, stored_params, with_sharding
+from jaxtrain.models.task import Task
+from jaxtrain.optim.offload import lives_on_host, on_host, to_host
 from jaxtrain.optim.wrappers import evaluation_weights
-from jaxtrain.precision.policy import LossScale, cast_floats
-from jaxtrain.train.spikes import SpikeHistory
+from jaxtrain.parallel.stage import Pipeline
+from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats
+from jaxtrain.runtime.tree import merge_leaves, path_name
+from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.spikes import SpikeHistory, SpikeRule, first_history
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step does besides model, task and optimizer; see `make_train_step` for each."""
+
+    accumulation_steps: int
+    clip_norm: float | None
+    ema_decay: float | None
+    trainable: Callable[[str], bool] | None
+    learning_rate: optax.Schedule | None
+    loss_scaling: LossScaling
+    parallelism: Parallelism
+    offload_optimizer: bool = False
+    spikes: SpikeRule | None = None
+    sliced_norm: bool = False
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage over `data`; stage 3 is the `fsdp` axis."""
+        return stage_over_data(self.parallelism.zero)
+
+    def check(self, task: Task) -> None:
+        """Raise a `ConfigError` where a number is out of range, or microbatches cannot compute a task."""
+        steps, clip, decay = self.accumulation_steps, self.clip_norm, self.ema_decay
+        if steps < 1 or (clip is not None and clip <= 0) or not 0 <= (decay or 0) < 1:
+            raise ConfigError(
+                f"accumulation_steps={steps}, clip_norm={clip}, ema_decay={decay}; use a whole number from 1, a number "
+                "above 0 (None: no clipping) and one from 0 to below 1"
+            )
+        if task.calls_model and task.rows == "global" and steps > 1:
+            raise ConfigError(
+                f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, "
+                "loss, rows='global') with loss(outputs, batch), or use accumulation_steps=1"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """What a train step is made of, which all of its pure functions take.
+
+    The model with its layout and number formats, what outputs are compared with, what updates the trained parameters,
+    clipping, averages and the like, and the schedule of the stages (None: there is one).
+    """
+
+    sharded_model: ShardedModel
+    task: Task
+    optimizer: optax.GradientTransformation
+    settings: StepSettings
+    pipeline: Pipeline | None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model on the mesh."""
+        return self.sharded_model.layout
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether losses are differentiated over a power of two, see `parallel/microbatches.py`."""
+        return self.sharded_model.policy.linear_format is not None
+
+    def trained(self, params: Params) -> Params:
+        """The parameters with None in place of those that are not trained."""
+        return select_leaves(params, self.settings.trainable)
+
+    def frozen(self, params: Params) -> Params:
+        """The parameters with None in place of those that are trained."""
+        trains = self.settings.trainable
+        return select_leaves(params, lambda path: trains is not None and not trains(path))
 
 
 @jax.tree_util.register_dataclass
@@ -30,10 +106,10 @@ class SkippedSteps:
     total: jax.Array
     in_a_row: jax.Array
 
-    def count(self, accepted: jax.Array, *, settled: jax.Array | bool) -> "SkippedSteps":
-        """The counts after a step that was accepted or not (bool []), whose skip is a bad sign where `settled`."""
+    def count(self, accepted: jax.Array, *, is_bad: jax.Array | bool) -> "SkippedSteps":
+        """The counts after a step that was accepted or not (bool []), whose skip is a bad sign or none."""
         skipped = jnp.where(accepted, 0, 1).astype(jnp.int32)
-        in_a_row = self.in_a_row + jnp.where(settled, 1, 0).astype(jnp.int32)
+        in_a_row = self.in_a_row + jnp.where(is_bad, 1, 0).astype(jnp.int32)
         return SkippedSteps(self.total + skipped, in_a_row * skipped)
 
 
@@ -96,13 +172,50 @@ class TrainState:
 
     @property
     def evaluation_model_state(self) -> ModelState:
-        """The model_state that belongs to `evaluation_params`: its average where parameters have one.
-
-        Batch statistics of the raw parameters would not fit the activations of averaged ones.
-        """
+        """The model_state that belongs to `evaluation_params`: its average where parameters have one."""
         if self.ema is None or self.ema_model_state is None:
             return self.model_state
         return averaged_model_state(self.ema_model_state, self.model_state)
+
+
+def random_key(seed: Any) -> jax.Array:
+    """The typed key of a seed: an integer of 32 bits, Python's or NumPy's, or a typed key already."""
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return seed
+    seed = operator.index(seed)  # a TypeError where it is no whole number
+    if not -(2**31) <= seed < 2**32:
+        raise ConfigError(f"seed {seed} has more than 32 bits, of which jax would drop some; use a smaller one")
+    # A seed is one number, which a user's guard need not ask about.
+    with jax.transfer_guard("allow"):
+        return jax.random.key(seed)
+
+
+def create_state(
+    program: StepProgram, key: jax.Array, *, params: Params | None = None, model_state: ModelState | None = None
+) -> TrainState:
+    """The state at step 0, from a typed key and what is given; None, also in place of single leaves: what is drawn."""
+    settings, policy = program.settings, program.sharded_model.policy
+    init_key, run_key = jax.random.split(key)
+    drawn = program.sharded_model.init(init_key)
+    start: Params = drawn[0] if params is None else merge_leaves(params, drawn[0])
+    start_state: ModelState = drawn[1] if model_state is None else merge_leaves(model_state, drawn[1])
+    averaged = settings.ema_decay is not None
+    ema = cast_floats(program.trained(start), jnp.float32) if averaged else None
+    stored = stored_params(program.sharded_model.model, start, policy, settings.trainable)
+    # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
+    optimizer_state = program.optimizer.init(cast_floats(program.trained(stored), jnp.float32))
+    return TrainState(
+        step=jnp.int32(0),
+        params=stored,
+        optimizer_state=to_host(optimizer_state) if settings.offload_optimizer else optimizer_state,
+        model_state=start_state,
+        loss_scale=LossScale.create(settings.loss_scaling) if policy.loss_scaled else None,
+        key=run_key,
+        skipped=SkippedSteps(jnp.int32(0), jnp.int32(0)),
+        ema=ema,
+        ema_model_state=floating_leaves(start_state) if averaged else None,
+        spikes=None if settings.spikes is None else first_history(settings.spikes),
+    )
 
 
 @dataclass(frozen=True)
@@ -143,11 +256,6 @@ def floating_leaves(tree: Any) -> Any:
     )
 
 
-def paths_of(tree: Any) -> dict[str, Any]:
-    """Path of each leaf -> the leaf."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def select_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
     """The tree with None in place of the leaves whose path the predicate refuses (None is no leaf to JAX)."""
     if predicate is None:
@@ -155,23 +263,10 @@ def select_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if predicate(path_name(path)) else None, tree)
 
 
-def frozen_leaves(tree: Any, predicate: Callable[[str], bool] | None) -> Any:
-    """The tree with None in place of the leaves that `select_leaves` keeps."""
-    return select_leaves(tree, lambda path: predicate is not None and not predicate(path))
-
-
-def merge_leaves(chosen: Any, rest: Any) -> Any:
-    """The tree whose leaves come from `chosen`, and from `rest` where `chosen` has None."""
-    return jax.tree.map(lambda a, b: b if a is None else a, chosen, rest, is_leaf=lambda leaf: leaf is None)
-
-
 def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_optimizer: bool = False) -> TrainState:
     """A sharding for every leaf of a train state.
 
-    Args:
-        shapes: the state as `ShapeDtypeStruct`s.
-        sharded_model: that the state trains.
-        offload_optimizer: whether arrays of optimizer state are kept in the host's memory.
+    `shapes` is the state as `ShapeDtypeStruct`s; offloaded arrays of optimizer state are kept in the host's memory.
     """
     layout = sharded_model.layout
     optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=layout.state_axes)
@@ -186,10 +281,7 @@ def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_
 
 
 def state_on_host(shapes: TrainState, *, offload_optimizer: bool) -> TrainState:
-    """Whether each leaf of a train state is kept in the host's memory.
-
-    Not read off shardings: those of compile-only GPUs do not know (jax 0.10.2).
-    """
+    """Whether each leaf of a state is on the host, which shardings of compile-only GPUs cannot say (jax 0.10.2)."""
     nowhere: TrainState = jax.tree.map(lambda _: False, shapes)
     if not offload_optimizer:
         return nowhere
@@ -197,15 +289,7 @@ def state_on_host(shapes: TrainState, *, offload_optimizer: bool) -> TrainState:
 
 
 def average_shapes(sharded_model: ShardedModel, trainable: Callable[[str], bool] | None) -> tuple[Params, ModelState]:
-    """The moving averages of a run as shapes with shardings, to restore them without the rest of its state.
-
-    Args:
-        sharded_model: the model that was trained.
-        trainable: parameter path -> whether it was trained; None: all were.
-
-    Returns:
-        The averages of its trained parameters, None in place of others, and of the floating leaves of its model_state.
-    """
+    """The moving averages of trained parameters and of model_state as shapes with shardings, to restore them alone."""
     layout = sharded_model.layout
     params, model_state = jax.eval_shape(
         lambda params, model_state: (

@@ -1,5 +1,6 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
+import functools
 import math
 import os
 import weakref
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.layout.sharding import Layout, path_name
+from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
 from jaxtrain.models.task import Batch, Task
@@ -28,14 +29,21 @@ from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, re
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
-from jaxtrain.train.checks import check_parts, random_key
 from jaxtrain.train.first_state import FirstState
-from jaxtrain.train.parallelism import Parallelism, make_layout, make_pipeline, microbatches
-from jaxtrain.train.program import StepProgram, create_state, find_gradients, take_step
+from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
+from jaxtrain.train.program import find_gradients, take_step
 from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.start import accept_start
-from jaxtrain.train.state import TrainState, select_leaves, state_on_host, state_shardings
-from jaxtrain.train.update import MeanGradients, Metrics, StepSettings
+from jaxtrain.train.state import (
+    StepProgram,
+    StepSettings,
+    TrainState,
+    create_state,
+    random_key,
+    state_on_host,
+    state_shardings,
+)
+from jaxtrain.train.update import MeanGradients, Metrics
 
 
 class TrainStep:
@@ -46,10 +54,7 @@ class TrainStep:
 
     Attributes:
         program: what the step is made of, and what its pure functions take.
-        sharded_model: the model, its layout on the mesh and its number formats.
-        task: what outputs are compared with.
-        optimizer: the transformation that updates the trained parameters.
-        pipeline: schedule of the stages; None: the mesh has one.
+        sharded_model, task, optimizer, pipeline: its parts.
         feed: how batches reach the mesh.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
@@ -80,7 +85,6 @@ class TrainStep:
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
 
-        # One function for both uses: jax then traces it once.
         shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
         offload = program.settings.offload_optimizer
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
@@ -88,8 +92,6 @@ class TrainStep:
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
         self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
         self._jitted = self._make_jitted()
-        self._gradients = self._make_gradients()
-        self._compiled_gradients: dict[str, jax.stages.Compiled] = {}
         self._compiled: jax.stages.Compiled | None = None
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
         # all threads while an earlier one still waits in a collective, and XLA aborts after 40 s (jax 0.10.2, 0.12.0).
@@ -160,60 +162,46 @@ class TrainStep:
         Example:
             >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
         """
-        key = random_key(seed, self.abstract_state.key)
-        trains = self.program.settings.trainable
         params = os.fspath(params) if isinstance(params, os.PathLike) else params
-        start = accept_start(
-            params, model_state, skip, sharded_model=self.sharded_model, trains=trains, adapter=adapter
-        )
-        state = self._first_state(key, start)
+        own = {"sharded_model": self.sharded_model, "trains": self.program.settings.trainable}
+        state = self._first_state(random_key(seed), accept_start(params, model_state, skip, adapter=adapter, **own))
         give_back_free_memory()  # what reading took beside the arrays
         return state
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """How a batch (arrays or shapes, global) is sharded: rows over the batch axes; scalars are replicated.
 
-        Raises:
-            ConfigError: no entry `inputs`, or a batch that does not divide by the devices or by the microbatches.
+        Without `inputs`, or where rows do not divide by devices and microbatches, a `ConfigError`.
         """
         return self.feed.shardings(batch)
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """k -> batch k on the mesh, for `prefetch`; each process reads only the rows of its own devices.
 
-        Loading raises a `DataError` where a row holds an id that the model does not have.
+        Loading raises a `DataError` where a row holds an id that the model does not have; batches that do not divide by
+        the devices or the microbatches are a `ConfigError`.
         """
         return self.feed.loader(batches)
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of host arrays, numbers or arrays elsewhere, on the mesh.
-
-        Raises:
-            ConfigError: no dict with `inputs`, or sizes that do not divide.
-            DataError: a host array with an id that the model does not have.
-        """
+        """A batch of host arrays, numbers or arrays elsewhere, on the mesh; raises what `loader` does."""
         return self.feed.place(batch)
 
     def lower(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace and lower for a batch of these global shapes (arrays or `ShapeDtypeStruct`s).
 
-        The step itself does not change: `compile` or `use` makes it run a program. What is chosen in tracing is
-        collected by `record_choices` around this call.
-
-        Raises:
-            ConfigError: a batch that does not fit, or something asked of the model that shows in tracing.
+        The step itself does not change: `compile` or `use` makes it run a program.
         """
         return self.trace(batch).lower()
 
     def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
-        """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`.
-
-        Raises:
-            ConfigError: as for `lower`.
-        """
+        """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`."""
         shardings = self.batch_shardings(batch)
         specs = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, _on_device(leaf.dtype), sharding=sharding),
+            # In the dtype that a host array gets on a device: int32 for NumPy's int64.
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True), sharding=sharding
+            ),
             dict(batch),
             shardings,
         )
@@ -232,12 +220,8 @@ class TrainStep:
     def use(self, compiled: jax.stages.Compiled, *, choices: Sequence[str] | None = None) -> jax.stages.Compiled:
         """Make later calls run this compiled program (the result of `lower(batch).compile(...)`).
 
-        Args:
-            compiled: takes a state and a batch.
-            choices: what `record_choices` collected while it was lowered; None: `choices` of the step stays.
-
-        Raises:
-            ConfigError: a pipeline stage would wait for other stages for ever.
+        `choices` is what `record_choices` collected while it was lowered; None: that of the step stays. A program
+        whose pipeline stages would wait for one another for ever is a `ConfigError`.
         """
         if self.pipeline is not None:
             check_branches(compiled.as_text() or "", self.layout)
@@ -292,23 +276,11 @@ class TrainStep:
         Returns:
             Gradients like the trained parameters and sharded as they are, float32, with loss, weight and metrics.
 
-        Raises:
-            ConfigError: a state or batch that was donated before, or that does not fit this step.
-
         Example:
             >>> found = step.gradients(state, batch)
             >>> norm = optax.tree.norm(found.tree)
         """
-        state, batch = self._accept(state, batch)
-        run: Any = self._gradients
-        if self.pipeline is not None:
-            shapes = str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), dict(batch)))
-            if shapes not in self._compiled_gradients:
-                run = self._gradients.lower(state, batch).compile()
-                check_branches(run.as_text() or "", self.layout)  # stages that would wait for each other for ever
-                self._compiled_gradients[shapes] = run
-            run = self._compiled_gradients[shapes]
-        found = run(state, batch)
+        found = self._gradients(*self._accept(state, batch))
         if self._one_at_a_time:
             jax.block_until_ready(found)
         return found
@@ -331,18 +303,16 @@ class TrainStep:
         def _step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
             return take_step(program, state, batch)
 
-        return jax.jit(
-            _step,
-            donate_argnums=0,
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
-            compiler_options={**self.compiler_options.used} or None,
-        )
+        shardings = (self.state_shardings, NamedSharding(self.mesh, PartitionSpec()))
+        options = {**self.compiler_options.used} or None
+        return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
-    def _make_gradients(self) -> Any:
+    @functools.cached_property
+    def _gradients(self) -> Any:
         program, replicated = self.program, NamedSharding(self.mesh, PartitionSpec())
-        trained: Any = select_leaves(self.state_shardings.params, program.settings.trainable)
+        trained: Any = program.trained(self.state_shardings.params)
         return jax.jit(
-            lambda state, batch: find_gradients(program, state, batch),
+            functools.partial(find_gradients, program),
             out_shardings=MeanGradients(trained, *[replicated] * 3),  # pyright: ignore[reportArgumentType]
             compiler_options={**self.compiler_options.used} or None,
         )
@@ -375,29 +345,21 @@ def make_train_step(
         optimizer: any optax transformation, already made with its learning rate.
         mesh: from `make_mesh`; None: all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        accumulation_steps: microbatches per step; results equal those of one large batch, except that batch
-            statistics are those of each (global) microbatch.
+        accumulation_steps: microbatches per step; results equal those of one large batch, but for batch statistics.
         clip_norm: largest global norm of the gradient; None: no clipping.
-        ema_decay: keep a moving average of the parameters and of model_state (batch statistics); evaluation uses the
-            average. The decay after t updates is min(ema_decay, (1 + t) / (10 + t)).
-        trainable: parameter path -> whether it is trained, True for some and False for others; None: all are, or of
-            an adapted model its adapters.
-        learning_rate: the rate that the metrics show, which does not change the optimizer; None: that of the optimizer,
-            where it can be read from its chain or from `optax.inject_hyperparams`.
+        ema_decay: keep a moving average of parameters and model_state, which evaluation uses; its decay after t updates
+            is min(ema_decay, (1 + t) / (10 + t)).
+        trainable: parameter path -> whether it is trained; None: all are, or of an adapted model its adapters.
+        learning_rate: the rate that the metrics show; None: that of the optimizer's chain, where it can be read.
         loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes, added to `jaxtrain.layout.rules.DEFAULT_RULES`; a rule of the same name
-            replaces the default.
+        rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
         compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler.py`.
         offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
         spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
 
-    Returns:
-        A `TrainStep`.
-
     Raises:
-        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting that would have no
-            effect on this model.
+        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting without effect.
 
     Example:
         >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), clip_norm=1.0)
@@ -406,23 +368,10 @@ def make_train_step(
     """
     task = named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
-    if accumulation_steps < 1 or (clip_norm is not None and clip_norm <= 0) or not 0 <= (ema_decay or 0) < 1:
-        raise ConfigError(
-            f"accumulation_steps={accumulation_steps}, clip_norm={clip_norm}, ema_decay={ema_decay}; use a whole "
-            "number from 1, a number above 0 (None: no clipping) and one from 0 to below 1"
-        )
-    if task.calls_model and task.rows == "global" and accumulation_steps > 1:
-        raise ConfigError(
-            f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, loss, "
-            "rows='global') with loss(outputs, batch), or use accumulation_steps=1"
-        )
     if trainable is None and model.adapted is not None and model.adapted.lora is not None:
         trainable = model.adapted.trains
     mesh = make_mesh() if mesh is None else mesh
-    parallelism = parallelism or Parallelism()
-    layout = make_layout(model, task, mesh, parallelism, rules)
-    policy = get_policy(policy)
-    check_sums(policy, mesh, backward=True)
+    parallelism, policy = parallelism or Parallelism(), get_policy(policy)
     if learning_rate is not None and not callable(learning_rate):
         learning_rate = optax.constant_schedule(learning_rate)
     settings = StepSettings(
@@ -437,25 +386,24 @@ def make_train_step(
         sliced_norm=mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
         spikes=spikes,
     )
+    settings.check(task)
+    layout = make_layout(model, task, mesh, parallelism, rules)
+    check_sums(policy, mesh, backward=True)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    updates = mesh.size == 1 or model.convolutional
-    options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options, updates=updates)
-    sharded_model = place_model(
-        model, layout, policy, trainable=trainable, max_replicated_fraction=parallelism.max_replicated_fraction
-    )
+    first, updates = mesh.devices.flat[0], mesh.size == 1 or model.convolutional
+    options = choose_options(first, mesh.size, compiler_options, updates=updates)
+    fraction = parallelism.max_replicated_fraction
+    sharded_model = place_model(model, layout, policy, trainable=trainable, max_replicated_fraction=fraction)
     if trainable is not None and not trained_paths(sharded_model.abstract_params, trainable):
         raise ConfigError(f"trainable selects no parameter of {model.name}; leave one to train")
+    program = StepProgram(sharded_model, task, optimizer, settings, pipeline)
     if pipeline is not None:
-        pipeline = replace(pipeline, layout=sharded_model.layout)
-    return TrainStep(StepProgram(sharded_model, task, optimizer, settings, pipeline), options)
+        pipeline = replace(pipeline, layout=program.layout, powers_of_two=program.powers_of_two)
+    return TrainStep(replace(program, pipeline=pipeline), options)
 
 
 def check_not_donated(state: Any) -> None:
-    """Raise where arrays of a state are gone, which ends the process on several devices.
-
-    Raises:
-        ConfigError: names the first of them.
-    """
+    """Raise a `ConfigError` where arrays of a state are gone, which ends the process on several devices."""
     gone = first_deleted(state)
     if gone is not None:
         raise ConfigError(
@@ -468,10 +416,7 @@ def _placed_state(state: TrainState, wanted: TrainState) -> TrainState:
     """A state of jax or NumPy arrays, anywhere, as a step takes it over; containers (a list for a tuple) may differ."""
     leaves, structure = jax.tree.flatten(wanted)
     placed = []
-    for (path, leaf), like in zip(jax.tree_util.tree_leaves_with_path(state), leaves, strict=True):
-        if jnp.shape(leaf) != like.shape:
-            shapes = f"{list(jnp.shape(leaf))}, wanted is {list(like.shape)}"
-            raise ConfigError(f"the state does not fit this step: {path_name(path)} is {shapes}")
+    for leaf, like in zip(jax.tree.leaves(state), leaves, strict=True):
         if not isinstance(leaf, jax.Array):
             # A copy first: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax 0.10.2).
             leaf = jax.device_put(np.array(leaf, like.dtype), like.sharding)
@@ -480,8 +425,3 @@ def _placed_state(state: TrainState, wanted: TrainState) -> TrainState:
             leaf = jnp.copy(jax.device_put(leaf, like.sharding))
         placed.append(leaf)
     return jax.tree.unflatten(structure, placed)
-
-
-def _on_device(dtype: Any) -> Any:
-    """The dtype that a host array gets on a device: int32 for NumPy's int64, unless JAX is told to keep 64 bits."""
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

@@ -10,18 +10,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.layout.rules import stage_over_data
-from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Params
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.optim.optimizers import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
-from jaxtrain.precision.policy import LossScaling, cast_floats
-from jaxtrain.train.parallelism import Parallelism
-from jaxtrain.train.spikes import SpikeHistory, SpikeRule
-from jaxtrain.train.state import TrainState, floating_leaves, merge_leaves
+from jaxtrain.precision.policy import cast_floats
+from jaxtrain.runtime.tree import merge_leaves
+from jaxtrain.train.spikes import SpikeHistory
+from jaxtrain.train.state import StepProgram, StepSettings, TrainState, floating_leaves
 
 Metrics = dict[str, jax.Array]
 # Trained parameters, float32 -> mean loss of the step's batch, float32 [].
@@ -33,50 +31,14 @@ _LARGE = 2**16
 _SLICES = 16
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """What a step does besides model, task and optimizer; see `make_train_step` for each."""
-
-    accumulation_steps: int
-    clip_norm: float | None
-    ema_decay: float | None
-    trainable: Callable[[str], bool] | None
-    learning_rate: optax.Schedule | None
-    loss_scaling: LossScaling
-    parallelism: Parallelism
-    offload_optimizer: bool = False
-    spikes: SpikeRule | None = None
-    sliced_norm: bool = False
-
-    @property
-    def zero(self) -> int:
-        """The ZeRO stage over `data`; stage 3 is the `fsdp` axis."""
-        return stage_over_data(self.parallelism.zero)
-
-
 def update_state(
-    state: TrainState,
-    trained: Any,
-    gradients: Gradients,
-    scale: jax.Array,
-    mean_loss: MeanLoss,
-    *,
-    optimizer: optax.GradientTransformation,
-    layout: Layout,
-    settings: StepSettings,
+    program: StepProgram, state: TrainState, gradients: Gradients, scale: jax.Array, mean_loss: MeanLoss
 ) -> tuple[TrainState, Metrics]:
     """The state after a step, and what the step reports.
 
-    Args:
-        state: before the step.
-        trained: its parameters with None where one is frozen.
-        gradients: of those, times the loss scale.
-        scale: float32 [], the loss scale.
-        mean_loss: trained parameters -> the loss of this batch, for optimizers that compute it again.
-        optimizer: gradients -> updates.
-        layout: of the step.
-        settings: clipping, averages, loss scaling.
+    `gradients` are times the loss scale (float32 []); `mean_loss` is for optimizers that compute the loss again.
     """
+    settings, layout, trained = program.settings, program.layout, program.trained(state.params)
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
     unscale = scale if state.loss_scale is not None else None
     grad_norm = gradient_norm(_unscaled(tree, unscale), sliced=settings.sliced_norm)
@@ -92,7 +54,7 @@ def update_state(
         # update, not before.
         read = cast_floats(trained, jnp.float32)
         extra = _extra_arguments(loss, grad, mean_loss)
-        updates, moved = _update_optimizer(optimizer, updates, optimizer_state, read, extra)
+        updates, moved = _update_optimizer(program.optimizer, updates, optimizer_state, read, extra)
         moved = _keep(moved, optimizer_state, accepted)
         return _keep(optax.apply_updates(trained, updates), trained, accepted), moved
 
@@ -100,9 +62,7 @@ def update_state(
     clip = None if limit is None else limit / jnp.maximum(grad_norm, limit)
     before = (tree, state.optimizer_state, trained, (found.accepted, unscale, clip, loss))
     if settings.offload_optimizer:
-        trained, optimizer_state = update_on_host(
-            advance, *before, optimizer=optimizer, layout=layout, also=layout.state_axes
-        )
+        trained, optimizer_state = update_on_host(advance, *before, optimizer=program.optimizer, layout=layout)
     else:
         trained, optimizer_state = advance(*before)
     ema, ema_model_state = _averages(state, trained, gradients.model_state, found.accepted, settings)
@@ -121,12 +81,12 @@ def update_state(
         model_state=_keep(gradients.model_state, state.model_state, found.accepted),
         loss_scale=loss_scale,
         key=state.key,
-        skipped=state.skipped.count(found.accepted, settled=is_bad & says),
+        skipped=state.skipped.count(found.accepted, is_bad=is_bad & says),
         ema=ema,
         ema_model_state=ema_model_state,
         spikes=found.history,
     )
-    return new_state, _metrics(state, new_state, gradients, loss, grad_norm, found, settings)
+    return new_state, _metrics(state, new_state, gradients, grad_norm, found, settings)
 
 
 @dataclass(frozen=True)
@@ -181,14 +141,12 @@ def _metrics(
     state: TrainState,
     new_state: TrainState,
     gradients: Gradients,
-    loss: jax.Array,
     grad_norm: jax.Array,
     found: _Verdict,
     settings: StepSettings,
 ) -> Metrics:
     metrics = {
-        # Of a batch without any weight there is no mean.
-        "loss": jnp.where(gradients.weight != 0, loss, jnp.nan),
+        "loss": _mean_or_nan(gradients.loss_sum, gradients.weight),
         "grad_norm": grad_norm,
         "weight": gradients.weight,
         "skipped_steps": new_state.skipped.total,
@@ -213,13 +171,7 @@ def _metrics(
 def _extra_arguments(value: jax.Array, grad: Params, mean_loss: MeanLoss) -> dict[str, Any]:
     """What optimizers of optax may read besides gradients, state and parameters, by the names that optax has for it.
 
-    Args:
-        value: float32 [], the mean loss of the batch.
-        grad: its gradient, float32, before clipping.
-        mean_loss: the same loss at other parameters; costs nothing where it is not called.
-
-    Returns:
-        `value`, `grad`, `value_fn` (line searches), `obj_fn` (Sophia) and `grad_fn` (SAM in one step).
+    `value_fn` (line searches), `obj_fn` (Sophia) and `grad_fn` (SAM) cost nothing where they are not called.
     """
 
     # Line searches of optax raise where an argument is none of theirs and none of the function's.
@@ -251,15 +203,11 @@ def _update_optimizer(
 
 
 def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
-    """Compute the root of the sum of all squares, float32 [].
+    """Compute the root of the sum of all squares of float32 or complex64 gradients, float32 [].
 
     XLA on CPU writes the squares of an array to memory and adds them in three further kernels, on which a step of
     ResNet-50 spent a fifth of its time. Sixteen slices of an array, whose squares are added to one another first, are
-    read once (docs/benchmarks.md has both times).
-
-    Args:
-        tree: gradients, float32, or complex64 where parameters are complex.
-        sliced: whether large arrays are added up in slices, for arrays that are on one device.
+    read once (docs/benchmarks.md has both times): `sliced`, for arrays that are on one device.
     """
     leaves = jax.tree.leaves(tree)
     if not sliced or not leaves:
@@ -281,8 +229,7 @@ class MeanGradients:
     """What `TrainStep.gradients` returns.
 
     Attributes:
-        tree: like the trained parameters and sharded as they are, None in place of frozen ones; float32, without the
-            loss scale and before clipping.
+        tree: like the trained parameters, None in place of frozen ones; float32, without loss scale, before clipping.
         loss: float32 [], the mean over the global batch, NaN where its weight is 0.
         weight: float32 [], the weight of the batch.
         metrics: of the task, name -> mean.
@@ -295,13 +242,8 @@ class MeanGradients:
 
 
 def mean_gradients(gradients: Gradients, scale: jax.Array) -> MeanGradients:
-    """Gradients and sums of a batch as means.
-
-    Args:
-        gradients: times the loss scale.
-        scale: float32 [], the loss scale.
-    """
-    loss = jnp.where(gradients.weight != 0, gradients.loss_sum / divisor(gradients.weight), jnp.nan)
+    """Gradients and sums of a batch as means; `scale` is the loss scale in the gradients, float32 []."""
+    loss = _mean_or_nan(gradients.loss_sum, gradients.weight)
     return MeanGradients(_unscaled(gradients.tree, scale), loss, gradients.weight, mean_metrics(gradients.metrics))
 
 
@@ -312,17 +254,9 @@ def _unscaled(tree: Any, scale: jax.Array | None) -> Any:
 
 
 def average_decay(decay: float, updates: jax.Array) -> jax.Array:
-    """What a moving average keeps of itself after so many updates: (1 + t) / (10 + t), at most `decay`.
+    """What a moving average keeps of itself after so many finite updates (int32 []): float32 [].
 
-    The first parameters are random numbers, of which a constant 0.999 would keep three quarters for 300 steps. With
-    this the average always covers about the last tenth of the updates until `decay` is reached.
-
-    Args:
-        decay: the setting.
-        updates: int32 [], finite steps before this one.
-
-    Returns:
-        float32 [].
+    (1 + t) / (10 + t), at most `decay`: of the first parameters, random numbers, 0.999 would keep much for long.
 
     Source: `tf.train.ExponentialMovingAverage` with `num_updates`, as in Tan and Le 2019 (EfficientNet).
     """
@@ -332,9 +266,10 @@ def average_decay(decay: float, updates: jax.Array) -> jax.Array:
 
 def mean_metrics(sums: Sums) -> Metrics:
     """name -> sum / weight, NaN where the weight is 0; totals, which have no weight, as they are."""
-
-    def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
-        return total if weight is None else jnp.where(weight != 0, total / divisor(weight), jnp.nan)
-
-    means = {name: mean(total, weight) for name, (total, weight) in sums.items()}
+    means = {name: total if weight is None else _mean_or_nan(total, weight) for name, (total, weight) in sums.items()}
     return {name: jnp.nanmean(one) if name.startswith(MACRO) else one for name, one in means.items()}
+
+
+def _mean_or_nan(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A mean, NaN where there is no weight and so no mean."""
+    return jnp.where(weight != 0, total / divisor(weight), jnp.nan)

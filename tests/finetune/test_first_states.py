@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.runtime.tree import paths_of
 from jaxtrain.train import step as step_module
 from jaxtrain.train.start import Start
-from jaxtrain.train.state import paths_of
 
 GROUP: dict[str, Any] = {"kind": "transformer", "embed_dim": 64, "num_heads": 4, "mlp_dim": 64, "num_layers": 1}
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 17))

@@ -159,14 +159,6 @@ def test_constrain_lays_out_what_divides_and_leaves_the_rest():
     assert spec((1, 4), "batch", None).is_fully_replicated
 
 
-def test_the_layout_ends_with_its_block():
-    x = jnp.ones((8, 4))
-    with use_layout(layout(data=8)), pytest.raises(ConfigError, match="no sharding rule"):
-        constrain(x, "batch", "no such name")
-    assert constrain(x, "batch", "no such name") is x
-    assert gather_parameters({"w": x})["w"] is x
-
-
 def test_gathered_parameters_of_a_layer_and_their_gradients():
     where = layout({"blocks/w": ("layers", "embed", "mlp")}, fsdp=4, tensor=2)
     stored = NamedSharding(where.mesh, PartitionSpec("fsdp", "tensor"))

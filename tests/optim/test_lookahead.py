@@ -10,7 +10,6 @@ import optax.contrib
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.optim.offload import why_not_in_slices
 
 BATCH = {"inputs": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32), "targets": np.arange(8) % 4}
 BATCH["targets"] = BATCH["targets"].astype(np.int32)
@@ -74,11 +73,3 @@ def test_evaluation_uses_the_average_of_schedule_free_methods_for_what_they_trai
     assert_close(state.evaluation_params["first"], expected)
     assert not np.allclose(state.params["first"], expected)
     np.testing.assert_array_equal(state.evaluation_params["head"], state.params["head"])
-
-
-def test_the_promise_of_the_inner_optimizer_is_kept() -> None:
-    params = {"w": jnp.ones((4, 4))}
-    for inner, words in ((jt.elementwise(optax.adam(0.1)), None), (optax.adam(0.1), "not declared")):
-        optimizer = jt.lookahead(inner)
-        why = why_not_in_slices(optimizer, jax.eval_shape(optimizer.init, params), params)
-        assert (why is None) if words is None else (words in str(why))

@@ -73,15 +73,6 @@ def test_without_a_table():
         assert (as_matrix(path, shape, axes, exclude=("mixer/*",)) is not None) == wanted, path
 
 
-def test_a_stack_whose_row_leaves_its_layers_unnamed():
-    """A stage holds its own layers whether the table says so or not, and a layer is a matrix."""
-    table = {"blocks/up/kernel": (None, "embed", "mlp"), "up/kernel": (None, "embed", "mlp")}
-    axes = complete_axes(dict.fromkeys(table, (3, 8, 16)), table, "blocks")
-    assert as_matrix("blocks/up/kernel", (3, 8, 16), axes) == Matrix((0,), (1,), (2,))
-    # Elsewhere an unnamed dim belongs to the next named one, as the window of a convolution.
-    assert as_matrix("up/kernel", (3, 8, 16), axes) == Matrix((), (0, 1), (2,))
-
-
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 3, 8, 24)])
 def test_singular_values_come_near_one(shape):
     """Directions stay, sizes go: Jordan et al. give 0.7 to 1.2 for singular values that are not tiny."""

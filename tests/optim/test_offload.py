@@ -109,13 +109,6 @@ def test_other_updates_get_whole_arrays():
         assert why in str(why_not_in_slices(optimizer, jax.eval_shape(optimizer.init, params), params))
 
 
-def test_a_state_of_counts_alone_stays_on_the_device():
-    plain = optax.sgd(optax.constant_schedule(1e-2))
-    state, choices = train(make(plain, offload=True, devices=2, data=2))
-    assert_equal(state, train(make(plain, offload=False))[0])
-    assert "optimizer state: on the device: it has counts alone" in choices
-
-
 def test_a_checkpoint_moves_between_host_and_device(alone, tmp_path):
     """Saved from the host, restored to the device, and back: bit for bit; training goes on with the same numbers."""
     plain, _ = alone

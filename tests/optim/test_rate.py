@@ -40,30 +40,3 @@ def test_the_rate_of_the_metrics_is_the_ratio_of_update_and_gradient(case):
         state, metrics = step(state, batch())
         moved = optax.tree.norm(jax.tree.map(np.subtract, jax.device_get(state.params), before))
         np.testing.assert_allclose(metrics["learning_rate"], moved / metrics["grad_norm"], rtol=1e-4)
-
-
-OTHERS = {
-    "adamw after a factor that it takes out": (lambda: optax.chain(optax.scale(1 / 256), optax.adamw(DECAY)), {}, 0.5),
-    "two rates": (
-        lambda: optax.partition({"a": optax.sgd(0.1), "b": optax.sgd(0.2)}, {"kernel": "a", "bias": "b"}),
-        {},
-        None,
-    ),
-    "a factor after an injected rate": (
-        lambda: optax.chain(optax.inject_hyperparams(optax.sgd)(0.3), optax.scale(0.5)),
-        {},
-        None,
-    ),
-    "without a rate": (lambda: optax.scale_by_adam(), {}, None),
-    "what is given comes first": (lambda: optax.sgd(0.1), {"learning_rate": 0.7}, 0.7),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_rate_is_read_only_where_it_is_one(case):
-    make, options, rate = OTHERS[case]
-    step = step_of(make(), **options)
-    _, metrics = step(step.init(0), batch())
-    found = metrics.get("learning_rate")
-    assert (found is None) == (rate is None)
-    assert rate is None or found == pytest.approx(rate)

@@ -72,12 +72,3 @@ def test_a_schedule_longer_than_the_run_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             build_schedule(ScheduleConfig(**settings), peak=PEAK, steps=STEPS)
-
-
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd", "inverse_sqrt"])
-def test_a_run_of_one_step_and_one_shorter_than_its_warmup(kind: str) -> None:
-    assert float(build_schedule(ScheduleConfig(kind=kind), peak=PEAK, steps=1)(0)) == PEAK
-    schedule = build_schedule(ScheduleConfig(kind=kind, warmup_steps=50), peak=1.0, steps=20)
-    rates = [float(schedule(step)) for step in range(20)]
-    assert rates == sorted(rates)
-    assert rates[-1] == pytest.approx(20 / 51, rel=1e-6)

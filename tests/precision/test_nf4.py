@@ -27,10 +27,6 @@ def given(name: str) -> dict[str, np.ndarray]:
     return {key.partition("/")[2]: value for key, value in FIXTURE.items() if key.startswith(f"{name}/")}
 
 
-def test_the_8_bit_map_is_the_published_one():
-    np.testing.assert_array_equal(nf4_blocks.dynamic_map(), FIXTURE["map"])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_and_scales_equal_bitsandbytes(name, monkeypatch):
     wanted = given(name)

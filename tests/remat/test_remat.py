@@ -9,7 +9,6 @@ import pytest
 
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.remat.policy import Remat
 
@@ -152,8 +151,3 @@ def test_wrong_policies(remat, message):
     with pytest.raises(ConfigError) as caught:
         Remat(*remat)
     assert str(caught.value).startswith(message)
-
-
-def test_models_without_named_tensors_refuse_them():
-    with pytest.raises(ConfigError, match=r"model.kind=resnet has no tensor 'query'; known: block_input"):
-        build_model({"kind": "resnet"}, input_shape=(8, 8, 1), num_outputs=4, remat=Remat("full", offload=("query",)))

@@ -148,14 +148,6 @@ def test_evaluation_counts_weights_and_leaves_padding_out():
     assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.long
-def test_evaluation_draws_the_same_numbers_each_time():
-    step = jt.make_train_step(jt.from_nnx(Dropped), jt.Task.calling("denoise", denoise), optax.sgd(0.1))
-    state, evaluate = step.init(0), jt.Evaluator(step)
-    assert evaluate(state, [BATCH, BATCH]) == evaluate(state, [BATCH, BATCH])
-    assert evaluate(state, [BATCH]) != evaluate(state, [BATCH, BATCH])
-
-
 def confusion(outputs, batch):
     table = jnp.zeros((CLASSES, CLASSES)).at[batch["targets"], jnp.argmax(outputs, axis=-1)].add(batch["weights"])
     return jnp.sum(cross_entropy(outputs, batch)), jnp.float32(len(table)), {"confusion": (table, None)}
@@ -248,16 +240,6 @@ STAGES = jt.build_model(
 )
 
 
-def test_a_model_of_models_is_sharded_as_its_parts_are():
-    """Each part keeps its table: the transformer's layers are gathered in its scan, not before it."""
-    mesh = jt.make_mesh(fsdp=4, tensor=2)
-    both = jt.shard_model(jt.from_models({"student": STAGES, "teacher": STAGES}), mesh=mesh)
-    alone = jt.shard_model(STAGES, mesh=mesh)
-    wanted = jax.tree.map(lambda a: a.sharding.spec, alone.abstract_params)
-    for name in ("student", "teacher"):
-        assert jax.tree.map(lambda a: a.sharding.spec, both.abstract_params[name]) == wanted
-
-
 def test_the_pipeline_refuses_what_needs_all_rows_in_one_place():
     calling, mixing = jt.Task.calling("once", calls_once), jt.Task("c", contrastive, rows="microbatch")
     with pytest.raises(jt.ConfigError, match="calls the model itself; use parallel"):
@@ -265,13 +247,6 @@ def test_the_pipeline_refuses_what_needs_all_rows_in_one_place():
     with pytest.raises(jt.ConfigError, match="a stage sees one shard of data"):
         jt.make_train_step(STAGES, mixing, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, data=4))
     jt.make_train_step(STAGES, mixing, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, fsdp=4, data=1))
-
-
-def test_parts_start_from_numbers_of_their_own():
-    model = jt.from_models({"a": dense(), "b": dense()})
-    params, state = model.init(jax.random.key(0))
-    assert not np.array_equal(params["a"]["w"], params["b"]["w"])
-    assert state == {}
 
 
 def test_calls_of_one_loss_draw_other_masks_and_take_other_parameters():

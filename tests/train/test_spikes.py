@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.train.spikes import first_history
 
 RULE = jt.SpikeRule(window=8, sigmas=4.0)
 
@@ -108,12 +107,3 @@ def test_a_batch_without_weight_is_compared_with_nothing() -> None:
         assert int(metrics["spiked"]) == 0
         state, metrics = step(state, batch(sign * 5 + 2, 2))
         assert int(metrics["spiked"]) == 1
-
-
-def test_the_deviation_is_that_of_a_sample():
-    rule = jt.SpikeRule(4, 1.0)
-    history = first_history(rule)
-    for number in (1.0, 2.0, 3.0, 4.0):
-        history = history.after(*[jnp.float32(number)] * 2, accepted=jnp.bool_(True), spiked=jnp.bool_(False))
-    # 2.5 + 1.29; of a population it would be 2.5 + 1.12.
-    assert [bool(history.spiked(jnp.float32(x), jnp.float32(0), rule)) for x in (3.7, 3.9)] == [False, True]

@@ -13,7 +13,6 @@ from flax import linen, nnx
 
 from jaxtrain.config import load_config
 from jaxtrain.config.model import MLPConfig, TransformerConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.model import Model
@@ -22,7 +21,6 @@ from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.models.wrap import from_functions, from_linen
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.precision.policy import LossScaling
-from jaxtrain.remat.policy import Remat
 from jaxtrain.train.program import take_step
 from jaxtrain.train.step import TrainStep, make_train_step
 
@@ -110,24 +108,6 @@ def test_users_models_train_sharded_without_a_table(name: str) -> None:
     assert metrics["accuracy"] > 0.9
     assert metrics["loss"] < 0.6
     assert any("fsdp" in str(leaf.sharding.spec) for leaf in jax.tree.leaves(state.params))
-
-
-@pytest.mark.long
-def test_attention_to_a_part_of_the_rows_at_a_time_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=1, max_sequence_length=160)
-    model = build_model(config, input_shape=(160,), vocab_size=64, remat=Remat("dots"))
-    values = np.random.default_rng(0).integers(0, 64, (8, 161)).astype(np.int32)
-    found = []
-    for cache, rows_at_once in ((2**40, 8), (1, 1)):  # bytes of scores that stay there: of all rows, not even of one
-        monkeypatch.setattr("jaxtrain.ops.attention.rules._SCORES_IN_CACHE", cache)
-        step = make_train_step(model, language_modeling(), optax.sgd(0.1), mesh=one_device())
-        batch = {"inputs": values[:, :-1], "targets": values[:, 1:]}
-        assert f"f32[{rows_at_once},1,2,128,128]" in step.compile(batch).as_text(), "other parts were taken"
-        state, metrics = step(step.init(0), batch)
-        found.append((float(metrics["loss"]), host(state.params)))
-    (loss, params), (loss_of_parts, params_of_parts) = found
-    assert loss_of_parts == pytest.approx(loss, rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, params_of_parts)
 
 
 def test_clipping_bounds_the_update_and_reports_the_unclipped_norm() -> None:
@@ -273,13 +253,6 @@ def test_dropout_differs_between_steps_repeats_between_runs_and_is_the_same_on_e
     assert losses[:2] == losses[2:4]
     assert losses[0] != losses[1]
     assert losses[4:] == pytest.approx(losses[:4], rel=1e-6)
-
-
-def test_sizes_that_do_not_fit_are_refused_before_compiling() -> None:
-    with pytest.raises(ConfigError, match=r"train.global_batch_size=12 .* use 8 or 16"):
-        make(mesh=make_mesh(data=8)).batch_shardings(rows(12))
-    with pytest.raises(ConfigError, match="use 12 or 24"):
-        make(mesh=make_mesh(data=4, tensor=2), accumulation_steps=3).batch_shardings(rows(16))
 
 
 OPTIMIZERS = ["adamw", "adafactor", "muon", "adamw bfloat16", "adamw int8"]

@@ -1,7 +1,6 @@
 """What counts in a loss: own weights, ignored targets, the filling of a last batch, on every way to evaluate."""
 
 import chex
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtrain as jt
-from jaxtrain.data.rows import ArrayRows, ConcatenatedRows
+from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -121,24 +120,6 @@ def test_negative_targets_are_ignored_as_weight_0_is(logits, layout):
     chex.assert_trees_all_equal(state.params, same.params)
 
 
-def test_classes_below_0_are_ignored():
-    logits = jnp.asarray(RNG.normal(size=(4, 5)), jnp.float32)
-    targets = np.array([1, -1, 3, -100], np.int32)
-    total, weight, metrics = jt.classification().loss(logits, {"targets": targets})
-    alone, _, right = jt.classification().loss(logits[::2], {"targets": targets[::2]})
-    assert (float(weight), float(metrics["accuracy"][1])) == (2, 2)
-    np.testing.assert_allclose(total, alone, rtol=1e-6)
-    assert float(metrics["accuracy"][0]) == float(right["accuracy"][0])
-
-
-def test_integer_regression_targets_are_numbers():
-    inputs = RNG.normal(size=(6, 3)).astype(np.float32)
-    targets = RNG.integers(-100, 100, (6, 4)).astype(np.int32)
-    found = evaluate(linear(4), jt.regression(), ArrayRows({"inputs": inputs, "targets": targets}), size=4)
-    true = np.mean((inputs.sum(1, dtype=np.float64)[:, None] - targets) ** 2)
-    np.testing.assert_allclose(found["eval_loss"], true, rtol=1e-6)
-
-
 def plain(name: str = "plain"):
     """A task that knows nothing of weights."""
 
@@ -158,49 +139,7 @@ def test_a_task_that_reads_no_weights_does_not_see_the_filling():
     np.testing.assert_allclose(found["eval_columns"], [inputs.sum(1).mean()] * 2, rtol=1e-5)
 
 
-@pytest.mark.long
-def test_a_task_that_reads_no_weights_does_not_see_the_filling_on_a_pipeline():
-    columns = token_rows(5)
-
-    def loss(outputs, batch):
-        right = jnp.argmax(outputs, -1) == batch["targets"]
-        return jnp.sum(jnp.max(outputs, -1)), jnp.float32(right.size), {}
-
-    found = [
-        evaluate(language_model(2), jt.Task("top", loss), ArrayRows(columns), size=4, mesh=mesh, **options)
-        for mesh, options in (
-            (one_device(), {}),
-            (jt.make_mesh(pipe=2, data=2, devices=jax.devices()[:4]), {"accumulation_steps": 2}),
-        )
-    ]
-    np.testing.assert_allclose(found[1]["eval_loss"], found[0]["eval_loss"], rtol=1e-5)
-
-
 # Nested entries, scalars and vectors.
-
-
-def packed(count: int):
-    return {
-        "inputs": {
-            "tokens": RNG.integers(0, 32, (count, 8)).astype(np.int32),
-            "segments": np.tile(np.repeat([0, 1], 4), (count, 1)).astype(np.int32),
-            "positions": np.tile(np.arange(4), (count, 2)).astype(np.int32),
-        },
-        "targets": RNG.integers(0, 32, (count, 8)).astype(np.int32),
-    }
-
-
-def test_nested_rows_go_through_batches(language_step):
-    columns = packed(6)
-    rows = [jax.tree.map(lambda column, i=i: column[i], columns) for i in range(6)]
-    for dataset in (ArrayRows(columns), grain.MapDataset.source(rows), ConcatenatedRows([ArrayRows(columns)])):
-        batches = jt.Batches(dataset, 4, seed=0, shuffle=False)
-        batch = language_step.loader(batches)(1)
-        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
-            lambda leaf: (leaf.shape, leaf.dtype), batches.spec()
-        )
-        expected = jax.tree.map(lambda column: column[[4, 5, 0, 0]], columns)
-        chex.assert_trees_all_equal(expected, {name: jax.device_get(batch[name]) for name in expected})
 
 
 @pytest.mark.parametrize(
@@ -222,24 +161,6 @@ def test_a_scalar_of_a_batch_reaches_every_microbatch(layout, accumulation):
     inputs = batch["inputs"] if "pipe" in layout else np.ones((4, 3), np.float32)
     _, metrics = step(step.init(0), {**batch, "inputs": inputs, "temperature": 2.5})
     np.testing.assert_allclose(metrics["loss"], 2.5 * batch["targets"].sum() / 4, rtol=1e-6)
-
-
-def test_vector_metrics_reach_the_log(tmp_path):
-    def loss(outputs, batch):
-        by_class = jnp.sum(jax.nn.one_hot(batch["targets"], 3), 0)
-        return jnp.sum(outputs**2), jnp.float32(len(outputs)), {"share": (by_class, jnp.float32(len(outputs)))}
-
-    config = {
-        "task": "classification",
-        "model": {"kind": "mlp", "hidden_dims": [4]},
-        "data": {"kind": "synthetic", "task": "table", "num_rows": 32, "num_columns": 4, "num_classes": 3},
-        "train": {"steps": 2, "global_batch_size": 8},
-        "logging": {"report": True, "tensorboard": True, "every": 1},
-        "compilation_cache": None,
-    }
-    result = jt.run_config(config, task=jt.Task("own", loss), run_dir=tmp_path / "run")
-    assert sum(result.metrics[f"share_{i}"] for i in range(3)) == pytest.approx(1)
-    assert sum(result.metrics[f"eval_share_{i}"] for i in range(3)) == pytest.approx(1)
 
 
 # Weights of either sign, narrow ids, numbers that are missing or too large.
@@ -268,35 +189,6 @@ def test_signed_weights_give_one_gradient_however_the_batch_is_divided():
         np.testing.assert_allclose(norms, norms[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
-def test_narrow_ids_are_ids():
-    """The shards of the vocabulary begin at more than a byte holds."""
-    model = jt.build_model(TINY, input_shape=(8,), vocab_size=600)
-    ids = RNG.integers(0, 256, (4, 9))
-    mesh = jt.make_mesh(tensor=2, devices=jax.devices()[:2])
-    step = jt.make_train_step(model, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
-    losses = [
-        float(step(step.init(0), {"inputs": found[:, :-1], "targets": found[:, 1:]})[1]["loss"])
-        for found in (ids.astype(np.uint8), ids.astype(np.int32))
-    ]
-    assert losses[0] == losses[1]
-
-
-def test_256_classes_of_bytes():
-    model = jt.from_functions(lambda key: {"w": jnp.ones((3, 256))}, lambda params, x: x @ params["w"])
-    step = jt.make_train_step(model, jt.classification(), optax.sgd(0.1), mesh=one_device())
-    _, metrics = step(step.init(0), {"inputs": X, "targets": np.array([0, 7, 128, 255], np.uint8)})
-    np.testing.assert_allclose(metrics["loss"], np.log(256), rtol=1e-6)
-
-
-def test_a_missing_number_of_weight_0_counts_nothing():
-    batch = {"inputs": X, "targets": np.array([[1.0], [np.nan], [1.0], [1.0]], np.float32)}
-    batch["weights"] = np.array([1, 0, 1, 1], np.float32)
-    step = jt.make_train_step(linear(1), jt.regression(), optax.sgd(0.1), mesh=one_device())
-    _, metrics = step(step.init(0), batch)
-    assert (float(metrics["loss"]), int(metrics["skipped_steps"])) == (4.0, 0)
-
-
 def test_integers_of_more_than_32_bits_are_refused():
     columns = {"inputs": X, "targets": np.full((4, 3), 3_000_000_000)}
     step = jt.make_train_step(linear(3), jt.regression(), optax.sgd(0.1), mesh=one_device())
@@ -319,22 +211,3 @@ def test_a_batch_that_lies_elsewhere_on_the_devices_is_moved():
         moved = jax.device_put(batch, place)
         state, metrics = step(state, moved)
         assert float(metrics["loss"]) == evaluator(state, [moved])["eval_loss"] == 4.0
-
-
-def test_complex_parameters_keep_their_imaginary_part_in_sums_and_averages():
-    def apply(params, x):
-        return jnp.abs(x @ params["w"]) ** 2
-
-    model = jt.from_functions(lambda key: {"w": jnp.full((3, 2), 0.5 + 0.25j, jnp.complex64)}, apply)
-    batch = {"inputs": RNG.normal(size=(8, 3)).astype(np.float32), "targets": np.ones((8, 2), np.float32)}
-    found = []
-    for accumulation in (1, 2):
-        step = jt.make_train_step(
-            model, jt.regression(), optax.sgd(0.01), mesh=one_device(), accumulation_steps=accumulation, ema_decay=0.9
-        )
-        state, _ = step(step.init(0), batch)
-        found.append(np.asarray(state.params["w"]))
-        # The first decay is (1 + 0) / (10 + 0).
-        np.testing.assert_allclose(state.ema["w"], 0.1 * (0.5 + 0.25j) + 0.9 * found[-1], rtol=1e-5)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
-    assert np.abs(found[0].imag - 0.25).max() > 1e-4

@@ -44,16 +44,6 @@ def test_classes_that_an_own_model_does_not_have_are_refused():
     step(step.init(0), {**batch, "weights": np.array([1, 0], np.float32)})
 
 
-def test_ids_that_only_the_device_sees_make_the_step_not_finite():
-    step = jt.make_train_step(linear(3), jt.classification(), optax.sgd(0.1), mesh=one_device())
-    batch = jax.device_put(
-        {"inputs": np.ones((2, 3), np.float32), "targets": np.array([0, 3], np.int32)}, jax.devices()[0]
-    )
-    state, metrics = step(step.init(0), batch)
-    assert int(metrics["skipped_steps"]) == 1
-    np.testing.assert_array_equal(state.params["w"], np.ones((3, 3)))
-
-
 X, Y = np.ones((4, 3), np.float32), np.zeros(4, np.int32)
 WRONG_BATCHES = {
     "weights of another length": (

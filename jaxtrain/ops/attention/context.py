@@ -132,7 +132,6 @@ def context_attention(
         layout,
         (q_BLHK, k_BLGK, v_BLGK),
         constants,
-        in_specs=(spec, spec, spec),
-        constant_specs=tuple(PartitionSpec(*spec[:2]) for _ in constants),
+        in_specs=(spec, spec, spec, *[PartitionSpec(*spec[:2])] * len(constants)),
         out_specs=spec,
     )

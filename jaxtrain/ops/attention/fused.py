@@ -88,8 +88,7 @@ def _on_shards(
         layout,
         arrays,
         segments,
-        in_specs=(queries, keys, keys),
-        constant_specs=tuple(spec_of(layout, *QUERIES[:2]) for _ in segments),
+        in_specs=(queries, keys, keys, *[spec_of(layout, *QUERIES[:2])] * len(segments)),
         out_specs=queries,
         **checks,
     )

@@ -95,8 +95,7 @@ def experts_mlp(x_BLD: Array, weights_BLK: Array, ids_BLK: Array, kernels: Kerne
         layout,
         (x_BLD, weights_BLK, tuple(kernels)),
         (ids_BLK, jnp.arange(shards)),
-        in_specs=(tokens, tokens, kernel_specs),
-        constant_specs=(tokens, spec_of(layout, "experts")),
+        in_specs=(tokens, tokens, kernel_specs, tokens, spec_of(layout, "experts")),
         out_specs=tokens,
     )
 
