@@ -22,7 +22,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.sharded import model_context
-from jaxtrain.models.shipped.block import Block
+from jaxtrain.models.shipped.block import Block, Context
 from jaxtrain.models.task import task_sums
 from jaxtrain.ops.attention.rules import visible_pairs
 from jaxtrain.optim.optimizers import trainable_predicate
@@ -184,7 +184,7 @@ def _transformer_calls(
     yield counted["embedding"], _forward_and_backward(embed, (embedding,), dtype)
     attention, scores = counted["attention projections"], counted["attention scores"]
     both = BlockWork("attention", attention.count, attention.flops + scores.flops, attention.bytes + scores.bytes)
-    yield both, of_module("attention", lambda module, x: module(x, positions, None, None, None)[0])
+    yield both, of_module("attention", lambda module, x: module(x, Context(positions))[0])
     mlp = "MLP" if model.experts is None else "experts"
     yield counted[mlp], of_module("mlp", lambda module, x: module(x) if model.experts is None else module(x)[0])
     # Of a norm: the input read twice and the gradients of both sides once, the output written.

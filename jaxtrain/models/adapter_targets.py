@@ -7,7 +7,6 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
@@ -17,59 +16,30 @@ from jaxtrain.optim.rules import check_patterns
 Names = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class Layers:
-    """What a model says of its layers."""
-
-    name: str  # of the model
-    shapes: Mapping[str, tuple[int, ...]]  # path -> shape of every parameter
-    # path of each kernel of our linear layers -> how many of its last dims are inputs, how many are outputs.
-    linears: Mapping[str, tuple[int, int]]
-    stack: str | None  # top-level path of the layers that are stacked; None: there are none
-    has_experts: bool  # whether some layers are experts
-
-
-def find_targets(model: Layers, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Find the kernels that get an adapter: of a model without linear layers of ours, among all of its matrices.
+def find_targets(model: str, linears: Mapping[str, tuple[int, int]], lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Find the kernels that get an adapter, among those of the linear layers of the model of this name.
 
     Returns:
         Path of each kernel, in the order of the model -> how many of its last dims are inputs, how many are outputs.
     """
-    kernels = dict(model.linears) or _matrices(model)
-    names = list(dict.fromkeys(name for path in kernels for name in (_layer(path).rsplit("/", 1)[-1], _layer(path))))
-    experts = [path for path in model.shapes if path.endswith("/kernel") and path not in kernels and model.has_experts]
     found: set[str] = set()
     for target in lora.targets:
-        matched = [path for path in kernels if _is_target(path, target)]
-        expert = next((path for path in experts if _is_target(path, target)), None)
-        if expert is not None:
-            raise ConfigError(
-                f"lora.targets: {target!r} matches {_layer(expert)} of the experts of the model {model.name}, which "
-                f"cannot have adapters; use {', '.join(name for name in names if '/' not in name)}"
-            )
+        matched = [path for path in linears if _is_target(path, target)]
         if not matched:
+            layers = [path.removesuffix("/kernel") for path in linears]
+            names = list(dict.fromkeys(name for layer in layers for name in (layer.rsplit("/", 1)[-1], layer)))
             near = difflib.get_close_matches(target, names, n=3) or names[:8]
             raise ConfigError(
-                f"lora.targets: {target!r} matches no linear layer of the model {model.name}; there are "
+                f"lora.targets: {target!r} matches no linear layer of the model {model}; there are "
                 f"{', '.join(near) or 'none'}"
             )
         found.update(matched)
-    return {path: dims for path, dims in kernels.items() if path in found}
-
-
-def _layer(path: str) -> str:
-    return path.removesuffix("/kernel")
+    return {path: dims for path, dims in linears.items() if path in found}
 
 
 def _is_target(path: str, target: str) -> bool:
-    layer = _layer(path)
+    layer = path.removesuffix("/kernel")
     return any(fnmatch.fnmatchcase(name, target) for name in (path, layer)) or layer.rsplit("/", 1)[-1] == target
-
-
-def _matrices(model: Layers) -> dict[str, tuple[int, int]]:
-    stack = None if model.stack is None else f"{model.stack}/"
-    dims = {path: len(shape) - (stack is not None and path.startswith(stack)) for path, shape in model.shapes.items()}
-    return {path: (1, 1) for path, count in dims.items() if count == 2}
 
 
 def check_train_also(

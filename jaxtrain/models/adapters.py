@@ -4,7 +4,7 @@ import fnmatch
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,18 +15,16 @@ from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.adapter_targets import Layers, adapted_rows, check_train_also, find_targets, layer_sizes
+from jaxtrain.models.adapter_targets import adapted_rows, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.model import (
     LOW_RANK,
     Adapted,
-    Decoder,
     DefersLogits,
     Model,
     ModelState,
     Params,
     Parts,
     PartsApply,
-    Rebuild,
     by_row_as,
     parameter_shapes,
 )
@@ -45,8 +43,7 @@ def adapt(
     The result is a model like any other. A step trains its adapters only, unless it is told what to train.
 
     Args:
-        model: a model with linear layers (`Model.linears`); or any model, whose kernels `lora.targets` names by their
-            paths: matrices [D, F], also as stacks of layers [num_layers, D, F] where its parts say so.
+        model: a model with linear layers of `jaxtrain.models.layers` (`Model.linears`).
         lora: settings of the adapters; None: no adapters.
         base: format of the kernels of all linear layers: "int8" or "nf4"; None: as they are.
         double_quantization: nf4: whether the scales are quantized too.
@@ -55,8 +52,7 @@ def adapt(
         A model whose parameters hold a `LowRankKernel` or a quantized kernel in the place of each kernel.
 
     Raises:
-        ConfigError: a target matches no layer or matches experts, a format or dropout is asked for of layers that are
-            not ours, or the model is adapted already.
+        ConfigError: a target matches no linear layer, the model has none, or it is adapted already.
 
     Example:
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2, targets=("query", "value")))
@@ -68,16 +64,10 @@ def adapt(
         raise ConfigError("adapt takes lora=jt.LoraConfig(rank=16), base='int8' or 'nf4', or both")
     if model.adapted is not None:
         raise ConfigError(f"the model {model.name} is adapted already; adapt the model that it was made of")
-    if not model.linears and (base is not None or (lora is not None and lora.dropout)):
-        raise ConfigError(
-            f"base and lora.dropout are for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} "
-            "has none; leave them out"
-        )
+    _check_linears(model, "adapt")
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
-    stack = None if model.parts is None else model.parts.stack
-    layers = Layers(model.name, shapes, model.linears, stack, model.has_experts)
-    targets = {} if lora is None else find_targets(layers, lora)
-    kernels = {**(model.linears if base else {}), **targets}
+    targets = {} if lora is None else find_targets(model.name, model.linears, lora)
+    kernels = dict(model.linears) if base else targets
     patterns = () if lora is None else lora.train_also
     check_train_also(patterns, shapes, targets, kernels, base)
 
@@ -105,12 +95,16 @@ def adapt(
     for path, dims in kernels.items():
         axes |= adapted_rows(path, len(shapes[path]), dims, model.axes, **options, has_adapter=path in targets)
     adapted = Adapted(model, lora, base, double_quantization, tuple(targets), trains)
-    prepare = _Preparation(
-        {path: len(shapes[path]) - sum(dims) for path, dims in targets.items()},
-        frozenset(path for path in targets if path not in model.linears),
-        lora is not None and lora.dropout > 0,
-    )
-    return replace(_prepared(model, prepare), init=init, axes=FamilyTable(axes), adapted=adapted)
+    if lora is not None and lora.dropout:
+        model = _with_dropout(model, {path: len(shapes[path]) - sum(dims) for path, dims in targets.items()})
+    return replace(model, init=init, axes=FamilyTable(axes), adapted=adapted)
+
+
+def _check_linears(model: Model, what: str) -> None:
+    if not model.linears:
+        raise ConfigError(
+            f"{what} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
+        )
 
 
 def quantized_kernel(
@@ -134,92 +128,50 @@ def _adapted_kernel(
     return LowRankKernel(kernel, drawn, zeros, lora.scale, lora.dropout)
 
 
-@dataclass(frozen=True)
-class _Preparation:
-    """What is done with the parameters of an adapted model before the model that it was made of is applied to them."""
+def _with_dropout(model: Model, stack_dims: Mapping[str, int]) -> Model:
+    """The model whose adapters drop inputs in training, by keys that they get; `stack_dims`: dims that count layers."""
 
-    stack_dims: Mapping[str, int]  # path of each adapted kernel -> how many of its dims count layers
-    added_up: frozenset[str]  # paths of the kernels that the model takes as one array
-    dropout: bool  # whether the other adapters drop inputs in training, by a key per layer
-
-    def __call__(
-        self,
-        params: Params,
-        key: jax.Array | None = None,
-        train: bool = False,
-        prefix: str = "",
-        first_layer: jax.Array | int = 0,
-    ) -> Params:
-        """The parameters as the model without adapters takes them."""
-        key = key if self.dropout and train else None
-
+    def keyed(params: Params, key: jax.Array | None, train: bool, prefix: str = "", first_layer: Any = 0) -> Params:
         def one(path: tuple[Any, ...], leaf: Any) -> Any:
-            if not isinstance(leaf, LowRankKernel):
+            if not isinstance(leaf, LowRankKernel) or key is None:
                 return leaf
             name = f"{prefix}{path_name(path)}"
-            if name in self.added_up:
-                return leaf.base + (leaf.scale * jnp.matmul(leaf.lora_a, leaf.lora_b)).astype(leaf.base.dtype)
-            if key is None:
-                return leaf
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            if self.stack_dims[name] == 0:
+            if stack_dims[name] == 0:
                 return replace(leaf, key=own)
             # The masks of a layer follow from its index alone, on whichever stage of a pipeline it is.
             numbers = first_layer + jnp.arange(leaf.lora_b.shape[0])
             return replace(leaf, key=jax.vmap(jax.random.fold_in, (None, 0))(own, numbers))
 
+        if not train:
+            return params
         return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, LowRankKernel))
 
+    def keyed_apply(apply: Callable[..., Any]) -> Any:
+        if isinstance(apply, DefersLogits):
+            return DefersLogits(keyed_apply(apply.deferred))
 
-def _prepared(model: Model, prepare: _Preparation) -> Model:
-    """The model with functions that prepare their parameters; the model itself where there is nothing to do."""
-    if not prepare.dropout and not prepare.added_up:
-        return model
-    parts = None if model.parts is None else _prepared_parts(model.parts, prepare)
-    if parts is not None and isinstance(model.apply, PartsApply):
-        apply = PartsApply(parts)
-    else:
-        apply = _prepared_apply(model.apply, prepare)
-    rebuild, decoder = model.rebuild, model.decoder
-    if rebuild is not None and model.apply is rebuild.apply and model.parts is rebuild.parts:
-        build = rebuild.build
-        rebuild = Rebuild(apply, parts, lambda remat: _prepared(build(remat), prepare))
-    decoder = None if decoder is None else _prepared_decoder(decoder, prepare)
-    return replace(model, apply=apply, parts=parts, rebuild=rebuild, decoder=decoder)
+        def run(params: Params, model_state: Any, inputs: Any, *, key: Any, train: bool) -> Any:
+            return apply(keyed(params, key, train), model_state, inputs, key=key, train=train)
 
+        return by_row_as(run, apply)
 
-def _prepared_apply(apply: Any, prepare: _Preparation) -> Any:
-    if isinstance(apply, DefersLogits):
-        return DefersLogits(_prepared_apply(apply.deferred, prepare))
-
-    def prepared_apply(params: Params, model_state: Any, inputs: Any, *, key: Any, train: bool) -> Any:
-        return apply(prepare(params, key, train), model_state, inputs, key=key, train=train)
-
-    return by_row_as(prepared_apply, apply)
-
-
-def _prepared_parts(parts: Parts, prepare: _Preparation) -> Parts:
-    prefix = f"{parts.stack}/"
+    parts = model.parts
+    if parts is None:
+        return replace(model, apply=keyed_apply(model.apply))
 
     def embed(params: Params, inputs: Any, /, *, key: jax.Array | None, train: bool) -> Any:
-        return parts.embed(prepare(params, key, train), inputs, key=key, train=train)
+        return parts.embed(keyed(params, key, train), inputs, key=key, train=train)
 
     def layers(stack: Params, carry: Any, inputs: Any, /, *, first_layer: Any, key: Any, train: bool) -> Any:
-        stack = prepare(stack, key, train, prefix, first_layer)
+        stack = keyed(stack, key, train, f"{parts.stack}/", first_layer)
         return parts.layers(stack, carry, inputs, first_layer=first_layer, key=key, train=train)
 
-    def head(params: Params, carry: Any, /, *, train: bool) -> Any:
-        return parts.head(prepare(params), carry, train=train)
-
-    return Parts(parts.stack, parts.num_layers, by_row_as(embed, parts.embed), by_row_as(layers, parts.layers), head)
-
-
-def _prepared_decoder(decoder: Decoder, prepare: _Preparation) -> Decoder:
-    def prepared(function: Callable[..., Any] | None) -> Any:
-        return None if function is None else lambda params, *arguments: function(prepare(params), *arguments)
-
-    names = ("decode", "encode", "prefill", "deferred")
-    return replace(decoder, **{name: prepared(getattr(decoder, name)) for name in names})
+    own = Parts(
+        parts.stack, parts.num_layers, by_row_as(embed, parts.embed), by_row_as(layers, parts.layers), parts.head
+    )
+    apply = PartsApply(own) if isinstance(model.apply, PartsApply) else keyed_apply(model.apply)
+    return replace(model, apply=apply, parts=own)
 
 
 def merge_adapters(params: Params, model: Model) -> Params:
@@ -233,23 +185,15 @@ def merge_adapters(params: Params, model: Model) -> Params:
         Parameters of the model that was adapted. Each kernel is summed in float32, and has the dtype of its base;
         float32 where that is quantized.
 
-    Raises:
-        ConfigError: the model has no adapters.
-
     Example:
         >>> adapted = jt.adapt(text_model, lora=jt.LoraConfig(rank=2))
         >>> params, _ = adapted.init(jax.random.key(0))
         >>> merged = jt.merge_adapters(params, adapted)  # for text_model.apply, save_pretrained, ...
     """
-    if model.adapted is None:
-        raise ConfigError(
-            f"merge_adapters: the model {model.name} has no adapters; give what jt.adapt(model, lora=...) made"
-        )
-    linears = model.adapted.original.linears
+    linears = model.linears
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        # Other kernels that have adapters are matrices, or stacks of them.
-        return _merged_kernel(leaf, linears.get(path_name(path), (1, 1))) if is_kernel(leaf) else leaf
+        return _merged_kernel(leaf, linears[path_name(path)]) if is_kernel(leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_kernel)
 
@@ -294,8 +238,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         are those of `params`.
 
     Raises:
-        ConfigError: the format is not known, the model has no linear layers, or the parameters have adapters or are
-            quantized already.
+        ConfigError: an unknown format, a model without linear layers, or parameters that are no floats.
 
     Example:
         >>> params, _ = jax.jit(text_model.init)(jax.random.key(0))
@@ -303,10 +246,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
     """
     if format not in FORMATS:
         raise ConfigError(f"no quantized format {format!r}; known: {', '.join(FORMATS)}")
-    if not model.linears:
-        raise ConfigError(
-            f"{format} is for linear layers (jaxtrain.models.layers.Linear), and the model {model.name} has none"
-        )
+    _check_linears(model, format)
 
     def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         name = path_name(path)

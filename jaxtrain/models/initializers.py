@@ -4,9 +4,8 @@ The usual normal draw ends in a polynomial (the inverse error function) that com
 shapes of a shard: on jax 0.12, kernels in four shards differed in the last bit. Integers do not round.
 
 On CPU, compiling the program that draws costs more than the draws (docs/benchmarks.md, "The first step of ResNets"):
-`follow` evaluates the program on the host. NumPy follows its equations, and the draws are made by one compiled function
-for blocks of one size: sums of integers, scaled once, so that the bits are those of the compiled program. Sums of
-floats are not followed: XLA rounds them otherwise.
+`follow` evaluates it on the host. NumPy follows its equations, and one compiled function draws blocks of one size, with
+the bits of the compiled program. Sums of floats are not followed: XLA rounds them otherwise.
 """
 
 import functools
@@ -19,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
+INIT_STDDEV = 0.02
+"""Of the kernels of transformers: GPT-2, Radford et al. 2019."""
 
 WORDS = 4  # of 32 random bits, each two 16-bit integers
 MEAN = WORDS * (2**16 - 1)
@@ -98,11 +99,7 @@ class CannotFollowError(Exception):
 
 
 def follow(traced: Any, key: jax.Array) -> list[np.ndarray]:
-    """Evaluate a traced function of a key.
-
-    Returns:
-        The results. In place of keys their words, uint32 [..., 2]; arrays may be views of one number.
-    """
+    """Evaluate a traced function of a key; in place of keys it gives their words, uint32 [..., 2]."""
     # Wrapping around is what unsigned integers are for; NumPy warns of it for single numbers.
     with np.errstate(over="ignore"):
         return _evaluate(traced, [np.asarray(jax.random.key_data(key))])
@@ -110,7 +107,7 @@ def follow(traced: Any, key: jax.Array) -> list[np.ndarray]:
 
 def _follows(equation: Any) -> bool:
     """Whether NumPy gives the bits of an equation's results."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     given, into = ([variable.aval.dtype for variable in some] for some in (equation.invars, equation.outvars))
     match name:
         case "add":
@@ -119,12 +116,8 @@ def _follows(equation: Any) -> bool:
             return given[0] in (np.float32, np.int32, np.uint32) and jnp.issubdtype(into[0], jnp.floating)
         case "broadcast_in_dim":
             return not _is_key(into[0])
-        case "random_wrap":
-            return params["impl"].name == _THREEFRY
-        case "unstack":
-            return True
         case _:
-            return name in _CALLS or name in _RULES
+            return name in (*_CALLS, "unstack") or name in _RULES
 
 
 def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -135,8 +128,7 @@ def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
     def value_of(variable: Any) -> np.ndarray:
         if not hasattr(variable, "val"):  # which only literals have
             return values[variable]
-        key = _is_key(variable.aval.dtype)
-        return _words(variable.val) if key else np.asarray(variable.val, variable.aval.dtype)
+        return np.asarray(variable.val, variable.aval.dtype)
 
     for equation in program.eqns:
         given = [value_of(variable) for variable in equation.invars]
@@ -212,14 +204,8 @@ def _transpose(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
 
 
 def _words(value: Any) -> np.ndarray:
-    """A constant of a program, which is a key where a model has one of its own, as NumPy holds it."""
-    here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
-    is_key = _is_key(getattr(value, "dtype", None))
-    if not here or (is_key and str(jax.random.key_impl(value)) != _THREEFRY):
-        raise CannotFollowError("a constant that is not whole here, or keys of another kind")
-    if not is_key:
-        return np.asarray(value)
-    return np.asarray(jax.random.key_data(value))
+    """A constant of a program as NumPy holds it: of a key, its words."""
+    return np.asarray(jax.random.key_data(value) if _is_key(getattr(value, "dtype", None)) else value)
 
 
 def _is_key(dtype: Any) -> bool:

@@ -3,6 +3,7 @@
 Shapes: B batch, L length, H heads, K head_dim, R rotated dims of a head.
 """
 
+import functools
 import math
 
 import jax
@@ -13,10 +14,17 @@ from flax import nnx
 from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.rope import longrope_factor
-from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import Initializer
-from jaxtrain.ops.elementwise import aligned, drop_by_row
+from jaxtrain.ops.elementwise import aligned, drop_by_row, gelu
 from jaxtrain.ops.linear import linear
+
+# Nonlinearities without a gate.
+ACTIVATIONS = {
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "gelu": gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 class Linear(nnx.Module):
@@ -97,13 +105,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def rotary_frequencies(dims: int, theta: float, scaling: AnyRope | None, *, length: int = 1) -> jax.Array:
-    """Compute by how much each pair of dims is rotated per position.
-
-    Source: Su et al. 2021; of the scalings, see `config/rope.py`.
-
-    Returns:
-        Radians per position, float32 [dims / 2].
-    """
+    """By how much each pair of dims is rotated per position: radians, float32 [dims / 2]; Su et al. 2021."""
     frequencies = theta ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
     match scaling:
         case None:
@@ -141,25 +143,19 @@ def _yarn_kept(dims: int, theta: float, scaling: YarnRope) -> np.ndarray:
 
 def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
     """The factor of cos and sin, and so of rotated queries and keys, of a model with so many positions."""
-    match scaling:
-        case YarnRope() if scaling.attention_factor is None:
-            return 0.1 * math.log(scaling.factor) + 1
-        case LongRope() if scaling.attention_factor is None:
-            return longrope_factor(scaling.original_length, max_length)
-        case YarnRope() | LongRope():
-            assert scaling.attention_factor is not None
-            return scaling.attention_factor
-        case _:
-            return 1.0
+    if not isinstance(scaling, YarnRope | LongRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if isinstance(scaling, YarnRope):
+        return 0.1 * math.log(scaling.factor) + 1
+    return longrope_factor(scaling.original_length, max_length)
 
 
 def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *, factor: float = 1.0) -> jax.Array:
     """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
 
-    `frequencies` are float32 [R / 2], or [B, L, R / 2] where tokens have their own; the first R of K dims are rotated.
-
-    Returns:
-        [B, L, H, K] in the dtype of x_BLHK.
+    `frequencies` are float32 [R / 2]; the first R of K dims are rotated.
     """
     dims = 2 * frequencies.shape[-1]
     if dims < x_BLHK.shape[-1]:
@@ -174,46 +170,10 @@ def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
 
-def model_frequencies(
-    config: TransformerConfig, local: jax.Array | None, *, length: int, long_BL: jax.Array | None = None
-) -> jax.Array:
-    """The frequencies of a layer of a transformer.
-
-    Returns:
-        Radians per position, float32 [R / 2], or [B, L, R / 2] with `long_BL`.
-    """
-
-    def scaled(length: int) -> jax.Array:
-        return rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
-
-    frequencies = scaled(length)
-    if long_BL is not None:
-        frequencies = jnp.where(long_BL[..., None], frequencies, scaled(1))
+def model_frequencies(config: TransformerConfig, local: jax.Array | None, *, length: int) -> jax.Array:
+    """The frequencies of a layer of a transformer, in radians per position, float32 [R / 2]."""
+    frequencies = rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
     if local is None or config.local_layers is None or config.local_layers.rope_theta is None:
         return frequencies
     own = rotary_frequencies(config.rotary_dims, config.local_layers.rope_theta, None)
     return jnp.where(local, own, frequencies)
-
-
-def long_documents(scaling: AnyRope | None, positions_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array | None:
-    """Find the tokens that longrope rotates by its long factors: those of documents longer than the original length.
-
-    The length of a document is its largest position plus one, so that in a packed or padded row it has the factors that
-    it has alone. Positions count up by one within a document.
-
-    Returns:
-        bool [B, L]; None where all tokens of the rows have the same factors, which the length of the row says.
-    """
-    if segments_BL is None or not isinstance(scaling, LongRope) or segments_BL.shape[1] <= scaling.original_length:
-        return None
-    with jax.named_scope("long_documents"):
-        # A document is long if it has a token at position `original_length`: for each token, as far behind it as it is
-        # before that position. Scans along a sharded sequence would send its parts to and fro in stages of a pipeline.
-        length = segments_BL.shape[1]
-        positions_BL = jnp.broadcast_to(positions_BL, segments_BL.shape)
-        left_BL = scaling.original_length - positions_BL
-        there_BL = jnp.arange(length) + jnp.maximum(left_BL, 0)
-        whole_BL = constrain(segments_BL, "batch", None)
-        found_BL = jnp.take_along_axis(whole_BL, jnp.minimum(there_BL, length - 1), axis=1)
-        long_BL = (left_BL <= 0) | ((there_BL < length) & (found_BL == segments_BL))
-        return constrain(long_BL & (segments_BL != 0), "batch", "sequence")

@@ -1,20 +1,18 @@
 """The model contract: a frozen record of pure functions over plain nested dicts of arrays."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 
-from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.layout.gather import gather_after
 from jaxtrain.layout.mesh import parameters_text
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.scatter import hide_stack_sums, without_parts
 from jaxtrain.layout.sharding import path_name, shard_key
-from jaxtrain.models.decoder import Decoder as Decoder
-from jaxtrain.ops.loss.cross_entropy import compute_logits
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, compute_logits
 from jaxtrain.remat.policy import Remat
 
 LOW_RANK = ("lora_a", "lora_b")
@@ -121,6 +119,39 @@ class Parts:
     head: Head
 
 
+NOWHERE = 2**30
+"""A position that no decoder's cache has: a token there is fed, and no other one sees it."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a model generates: a cache and a function that extends it.
+
+    Attributes:
+        init_cache: (batch, length, dtype) -> cache tree with keys and values for `length` positions.
+        decode: (params, tokens_BT, positions_BT, cache) -> (logits_BTV float32, cache). Writes the T tokens at their
+            positions and lets each see what stands at or before it; what is beyond `length` is not written.
+        max_length: positions the model has.
+        encode: (params, prompts_BP, lengths_B, cache) -> cache, of a model that reads its prompt with an encoder; to
+            be called before the first `decode`, with prompts padded on the right. None: `decode` reads the prompt.
+        start_token: what `decode` gets at position 0 of a model with an encoder; what it writes is the output alone.
+        prefill: (params, prompts_BP, lengths_B, cache) -> (logits_BV, cache): `decode` of whole prompts, padded on the
+            right, that computes the float32 logits of the last token of each alone. None: `decode` computes all.
+        short_length: longest cache whose positions are those of short texts (longrope); None: all lengths are alike.
+        deferred: `decode` that gives `DeferredLogits` in place of logits, for callers that need few of them. None:
+            `decode` computes all.
+    """
+
+    init_cache: Callable[[int, int, Any], Any]
+    decode: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+    max_length: int
+    encode: Callable[[Params, jax.Array, jax.Array, Any], Any] | None = None
+    start_token: int = 0
+    short_length: int | None = None
+    prefill: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | None = None
+    deferred: Callable[[Params, jax.Array, jax.Array, Any], tuple[DeferredLogits, Any]] | None = None
+
+
 @dataclass(frozen=True)
 class Model:
     """What the step, the planner and the checkpoints know of a model.
@@ -143,7 +174,6 @@ class Model:
         vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.
         remat: the remat policy that the model was built with; None: none.
-        rebuild: builds the model again with another remat policy; None: not possible.
         adapted: what `adapt` made of its linear layers; None: nothing.
         convolutional: whether its steps spend their time on convolutions; a step on several CPU devices then takes
             options of the compiler that steps on one device take.
@@ -169,7 +199,6 @@ class Model:
     vocab_size: int | None = None
     num_outputs: int | None = None
     remat: Remat | None = None
-    rebuild: "Rebuild | None" = None
     adapted: "Adapted | None" = None
     convolutional: bool = False
 
@@ -192,39 +221,13 @@ class Adapted:
     trains: Callable[[str], bool]  # parameter path -> whether it is trained unless something else is asked for
 
 
-@dataclass(frozen=True)
-class Rebuild:
-    """How a model is built with another remat policy; see `with_remat`.
+class ComputesLogits:
+    """An `Apply` that gives logits, as everybody expects, and `deferred` outputs where a step's task takes them.
 
-    Attributes:
-        apply, parts: of the model as it was built. Where somebody put others in their place, a model that is built
-            again would lose them.
-        build: policy -> the model.
+    The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
     """
 
-    apply: Apply
-    parts: Parts | None
-    build: Callable[[Remat], Model]
-
-
-def with_remat(model: Model, remat: Remat) -> Model | None:
-    """The model with a remat policy, all else as it is; None where it cannot apply one."""
-    rebuild = model.rebuild
-    if rebuild is None or model.apply is not rebuild.apply or model.parts is not rebuild.parts:
-        return None
-    built = rebuild.build(remat)
-    return replace(model, apply=built.apply, parts=built.parts, remat=remat, rebuild=built.rebuild)
-
-
-@dataclass(frozen=True)
-class PartsApply:
-    """The model as the composition of its parts; it has no model_state.
-
-    Calling it gives logits, as everybody expects of `Model.apply`. The step asks for `deferred` outputs where its task
-    takes them. The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
-    """
-
-    parts: Parts
+    deferred: Any  # like the object itself, with `DeferredLogits` in place of logits
 
     def __call__(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -232,10 +235,16 @@ class PartsApply:
         outputs, model_state = self.deferred(params, model_state, inputs, key=key, train=train)
         return compute_logits(outputs), model_state
 
+
+@dataclass(frozen=True)
+class PartsApply(ComputesLogits):
+    """The model as the composition of its parts; it has no model_state."""
+
+    parts: Parts
+
     def deferred(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        """Outputs as the head gives them: `DeferredLogits` in place of logits, where the model has them."""
         parts = self.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
         with hide_stack_sums():
@@ -247,16 +256,10 @@ class PartsApply:
 
 
 @dataclass(frozen=True)
-class DefersLogits:
-    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row; called as `PartsApply` is."""
+class DefersLogits(ComputesLogits):
+    """A model without parts whose outputs hold `DeferredLogits`, and which draws by row."""
 
     deferred: Apply
-
-    def __call__(
-        self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
-    ) -> tuple[Any, ModelState]:
-        outputs, model_state = self.deferred(params, model_state, inputs, key=key, train=train)
-        return compute_logits(outputs), model_state
 
 
 def by_row_as(function: Callable[..., Any], given: Callable[..., Any]) -> Any:
@@ -267,7 +270,7 @@ def by_row_as(function: Callable[..., Any], given: Callable[..., Any]) -> Any:
 def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
     """The key that `Model.apply`, or `embed` or `layers` of its parts, gets where it is traced: see `DrawsByRow`."""
     # The parts get theirs one by one.
-    return key if key is None or isinstance(function, DrawsByRow | PartsApply | DefersLogits) else shard_key(key)
+    return key if key is None or isinstance(function, DrawsByRow | ComputesLogits) else shard_key(key)
 
 
 def drawn_shapes(init: Callable[[jax.Array], Any]) -> tuple[Params, ModelState]:
@@ -286,14 +289,10 @@ def count_parameters(model: Model) -> int:
 
     Quantized kernels count as the floats that they stand for.
 
-    Raises:
-        ConfigError: something that is no model.
-
     Example:
         >>> jt.count_parameters(model)
         15
     """
-    check_kind(model, Model, what="count_parameters", takes="a jaxtrain.Model", write="count_parameters(step.model)")
     if model.adapted is None:
         return sum(shape.size for shape in parameter_shapes(model).values())
     factors = (leaf.size for path, leaf in parameter_shapes(model).items() if path.rsplit("/", 1)[-1] in LOW_RANK)

@@ -17,7 +17,7 @@ from jaxtrain.config.schema import LossConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Batch, CallingLoss, ModelCall, Task, TaskSums, checked_ids, target_weights
 from jaxtrain.ops.loss.blocks import Logits
-from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy
+from jaxtrain.ops.loss.cross_entropy import cross_entropy
 
 _AXES = {key: ("batch", None, "sequence") for key in ("inputs", "targets", "weights")}
 
@@ -46,9 +46,6 @@ def dpo(
         label_smoothing: probability that a pair is labelled the wrong way round, from 0 to below 0.5.
         logits, block: as for `language_modeling`.
 
-    Returns:
-        The task.
-
     Raises:
         ConfigError: a number out of range, or a block size for logits that are not partitioned.
 
@@ -58,36 +55,26 @@ def dpo(
         ('batch', None, 'sequence')
     """
     LossConfig(beta=beta, label_smoothing=label_smoothing, logits=logits, block=block)
-    by = None if logits == "auto" else logits
-    loss = functools.partial(_dpo_loss, beta, label_smoothing, by, block)
-    reference = functools.partial(answer_log_probabilities, by=by, size=block)
-    calling = CallingLoss(loss, reference, ids=("inputs", "targets"))
+    log_probabilities = functools.partial(answer_log_probabilities, by=None if logits == "auto" else logits, size=block)
+
+    def loss(apply: ModelCall, batch: Batch, key: jax.Array) -> TaskSums:
+        reference_B2: Any = batch.get("reference")
+        if getattr(reference_B2, "shape", None) != (_num_pairs("dpo", batch), 2):
+            raise ConfigError(
+                f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [pairs, 2]; a run computes it "
+                "(jaxtrain.fit), and so does jaxtrain.reference_rows(step, state, rows) for a loop of your own"
+            )
+        log_B2 = log_probabilities(apply, batch)
+        rewards_B2 = beta * (log_B2 - jax.lax.stop_gradient(reference_B2.astype(jnp.float32)))
+        margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
+        losses_B = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin_B)
+        if label_smoothing:
+            losses_B = losses_B - label_smoothing * jax.nn.log_sigmoid(-margin_B)
+        metrics = {"chosen_reward": rewards_B2[:, 0], "rejected_reward": rewards_B2[:, 1]}
+        return _weighted(batch, losses_B, margin_B, metrics)
+
+    calling = CallingLoss(loss, log_probabilities, ids=("inputs", "targets"))
     return Task("dpo", calling, {**_AXES, "reference": ("batch", None)}, reads_weights=True)
-
-
-def _dpo_loss(
-    beta: float,
-    label_smoothing: float,
-    by: Logits | None,
-    size: int | None,
-    apply: ModelCall,
-    batch: Batch,
-    key: jax.Array,
-) -> TaskSums:
-    reference_B2: Any = batch.get("reference")
-    if getattr(reference_B2, "shape", None) != (_num_pairs("dpo", batch), 2):
-        raise ConfigError(
-            f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [pairs, 2]; a run computes it "
-            "(jaxtrain.fit), and so does jaxtrain.reference_rows(step, state, rows) for a loop of your own"
-        )
-    log_B2 = answer_log_probabilities(apply, batch, by=by, size=size)
-    rewards_B2 = beta * (log_B2 - jax.lax.stop_gradient(reference_B2.astype(jnp.float32)))
-    margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
-    losses_B = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin_B)
-    if label_smoothing:
-        losses_B = losses_B - label_smoothing * jax.nn.log_sigmoid(-margin_B)
-    metrics = {"chosen_reward": rewards_B2[:, 0], "rejected_reward": rewards_B2[:, 1]}
-    return _weighted(batch, losses_B, margin_B, metrics)
 
 
 def reward() -> Task:
@@ -99,9 +86,6 @@ def reward() -> Task:
     the token that ends the answer and 0 after it, so that the last token is that one.
 
     A batch is one of `dpo` without `reference`. The accuracy is the share of the pairs with s_c above s_r.
-
-    Returns:
-        The task.
 
     Example:
         >>> jt.reward()
@@ -159,11 +143,6 @@ def answer_log_probabilities(
     pairs = _num_pairs("answer_log_probabilities", batch)
     outputs = apply.deferred(_answers(batch["inputs"]))
     logits: Any = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
-    if not isinstance(logits, DeferredLogits) and getattr(logits, "ndim", 0) != 3:
-        raise ConfigError(
-            f"the log-probability of an answer needs logits of a vocabulary [{2 * pairs}, L, V], but the model gives "
-            f"{shown(logits)}; give a language model (without a head of labels), or task=reward for scores"
-        )
     answers = {"targets": _answers(batch["targets"]), "weights": _answers(target_weights(batch))}
     targets, weights = checked_ids("answer_log_probabilities", logits, answers)
     # NaN stays NaN: it marks an id that the model does not have.

@@ -2,7 +2,7 @@
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxtrain.layout.sharding import (
     use_layout,
     with_parameters,
 )
-from jaxtrain.models.model import Apply, DefersLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
+from jaxtrain.models.model import Apply, ComputesLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
 from jaxtrain.ops.linear import use_linear_format
 from jaxtrain.precision.kernels import is_quantized
 from jaxtrain.precision.policy import Policy, cast_floats, check_sums
@@ -98,43 +98,24 @@ class ShardedModel:
     def apply(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        """The model in the compute dtype, its parameters gathered from their `fsdp` shards.
+        """The model in the compute dtype, its parameters gathered from their shards; arguments as of `Model.apply`.
 
-        To be traced under `jit`, with `params` sharded as `abstract_params`. Outside `context` it enters that itself.
-
-        Args:
-            params: as `abstract_params`, or quantized.
-            model_state: as `abstract_model_state`.
-            inputs: array or tree [batch, ...].
-            key: of the model's random numbers; None: no randomness.
-            train: whether dropout and batch statistics behave as in training.
-
-        Returns:
-            Outputs, and the model_state after this batch.
-
-        Raises:
-            ConfigError: the model cannot be applied to such parameters or inputs; the model's own error is its cause.
+        To be traced under `jit`, with `params` sharded as `abstract_params`, also quantized. Outside `context` it
+        enters that itself. A model that fails on its inputs raises a ConfigError with its own error as the cause.
         """
-        return self._apply(self.model.apply, params, model_state, inputs, key=key, train=train)
+        return self._apply(self.model.apply, params, model_state, inputs, key, train)
 
     def apply_deferred(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
         """`apply` with `DeferredLogits` in place of logits, where the model has them; for a task that takes them."""
         apply = self.model.apply
-        if isinstance(apply, PartsApply | DefersLogits):
+        if isinstance(apply, ComputesLogits):
             apply = apply.deferred
-        return self._apply(apply, params, model_state, inputs, key=key, train=train)
+        return self._apply(apply, params, model_state, inputs, key, train)
 
     def _apply(
-        self,
-        apply: Apply,
-        params: Params,
-        model_state: ModelState,
-        inputs: Any,
-        *,
-        key: jax.Array | None,
-        train: bool,
+        self, apply: Apply, params: Params, model_state: ModelState, inputs: Any, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
         compute = self.policy.compute_dtype
         # Inside a step the layout of the trace may leave out axes that the step handles itself.
@@ -158,10 +139,9 @@ class ShardedModel:
             return ()
         parts = self.model.apply.parts
         rest = {name: value for name, value in params.items() if name != parts.stack}
+        key = key_for(parts.embed, key)
         with hide_stack_sums():
-            traced = jax.make_jaxpr(lambda rest: parts.embed(rest, inputs, key=key_for(parts.embed, key), train=train))(
-                rest
-            ).jaxpr
+            traced = jax.make_jaxpr(lambda rest: parts.embed(rest, inputs, key=key, train=train))(rest).jaxpr
         read = {id(variable) for equation in traced.eqns for variable in equation.invars}
         read |= {id(variable) for variable in traced.outvars}
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
@@ -209,12 +189,8 @@ def place_model(
 ) -> ShardedModel:
     """A model with the specs of its parameters on a layout; nothing is allocated.
 
-    Args:
-        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
-        layout: mesh and rules, without specs of parameters.
-        policy: number formats.
-        trainable: see `stored_params`.
-        max_replicated_fraction: share of the parameter bytes that may be replicated although `fsdp` > 1.
+    `max_replicated_fraction` is the share of the parameter bytes that may be replicated although `fsdp` > 1; for
+    `trainable` see `stored_params`.
 
     Raises:
         ConfigError: a row of the axes table that matches no parameter, sizes that do not divide by the mesh, too many
@@ -225,22 +201,29 @@ def place_model(
     init = jax.jit(lambda key: model.init(key), inline=True)
     drawn, model_state = drawn_shapes(init)
     params = jax.eval_shape(lambda params: stored_params(model, params, policy, trainable), drawn)
-    _check_table(params, model)
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    if not isinstance(model.axes, FamilyTable):
+        _check_table(list(leaves), model)
     layout = with_parameters(layout, params, trained=trained_paths(params, trainable).__contains__)
-    sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    specs = layout.parameters
-    on_tensor = [path for path in specs if any("tensor" in entry_axes(entry) for entry in specs[path].stored)]
-    check_tensor_used(sizes, on_tensor, layout.mesh.shape["tensor"], layout.rules, model=model.name)
-    shardings = parameter_shardings(params, layout)
-    check_replicated(params, layout, max_replicated_fraction)
-    replicated = NamedSharding(layout.mesh, PartitionSpec())
+    stored = {
+        path: {axis for entry in one.stored for axis in entry_axes(entry)} for path, one in layout.parameters.items()
+    }
+    degrees = layout.mesh.shape
+    on_tensor = [path for path, axes in stored.items() if "tensor" in axes]
+    sizes = {path: leaf.size for path, leaf in leaves.items()}
+    check_tensor_used(sizes, on_tensor, degrees["tensor"], layout.rules, model=model.name)
+    if degrees["fsdp"] > 1:
+        nbytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
+        replicated = {path: nbytes[path] for path, axes in stored.items() if "fsdp" not in axes}
+        check_replicated_share(replicated, sum(nbytes.values()), degrees["fsdp"], max_replicated_fraction)
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
     return ShardedModel(
         model,
         layout,
         policy,
         init,
-        abstract_params=jax.tree.map(with_sharding, params, shardings),
-        abstract_model_state=jax.tree.map(lambda leaf: with_sharding(leaf, replicated), model_state),
+        abstract_params=jax.tree.map(with_sharding, params, parameter_shardings(params, layout)),
+        abstract_model_state=jax.tree.map(lambda leaf: with_sharding(leaf, everywhere), model_state),
     )
 
 
@@ -249,33 +232,9 @@ def with_sharding(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.S
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _check_table(params: Params, model: Model) -> None:
+def _check_table(paths: list[str], model: Model) -> None:
     """Raise where a row of the axes table matches no parameter."""
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    rows = () if isinstance(model.axes, FamilyTable) else model.axes
-    for row in rows:
+    for row in model.axes:
         if row not in paths and not fnmatch.filter(paths, row):
-            raise ConfigError(
-                f"axes of the model {model.name}: {row!r} matches no parameter; there are {listed(paths)}"
-            )
-
-
-def listed(paths: Iterable[str]) -> str:
-    """The first paths, for an error message."""
-    paths = list(paths)
-    return ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
-
-
-def check_replicated(params: Params, layout: Layout, max_fraction: float) -> None:
-    """Raise where more than `max_fraction` of the parameter bytes are replicated on every `fsdp` shard."""
-    if layout.mesh.shape["fsdp"] == 1:
-        return
-    sizes = {
-        path_name(path): leaf.size * leaf.dtype.itemsize for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    replicated = {
-        path: sizes[path]
-        for path, specs in layout.parameters.items()
-        if not any("fsdp" in entry_axes(entry) for entry in specs.stored)
-    }
-    check_replicated_share(replicated, sum(sizes.values()), layout.mesh.shape["fsdp"], max_fraction)
+            there = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+            raise ConfigError(f"axes of the model {model.name}: {row!r} matches no parameter; there are {there}")

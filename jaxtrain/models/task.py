@@ -29,13 +29,8 @@ Loss = Callable[[Any, Batch], TaskSums]
 Rows = Literal["separate", "global", "microbatch"]
 
 RENAME = "write fit(columns={'inputs': 'image', 'targets': 'label'}), or rename the entries"
-# What the step, a row of metrics.jsonl and the evaluator report by themselves.
-_RESERVED = (
-    *("loss", "grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "spiked", "spikes"),
-    *("learning_rate", "loss_scale"),
-    *("step", "tokens", "examples", "tokens_per_second", "examples_per_second", "step_seconds", "data_wait_seconds"),
-    *("model_flops_utilization", "device_memory_bytes", "perplexity"),
-)
+# Metrics of the step itself.
+_RESERVED = ("loss", "grad_norm", "weight", "learning_rate")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +69,7 @@ class ModelCall:
 
     @property
     def average(self) -> Params:
-        """The moving average of the parameters, with the frozen ones; no gradient flows to it.
-
-        Raises:
-            ConfigError: the step keeps none.
-        """
+        """The moving average of the parameters, with the frozen ones; no gradient flows to it."""
         if self._average is None:
             raise ConfigError(
                 "the loss reads the moving average of the parameters, but the step keeps none; pass ema_decay=0.999 to "
@@ -265,13 +256,7 @@ def divisor(weight: jax.Array) -> jax.Array:
 
 
 def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSums:
-    """Compute the loss of a task, its weight and its metrics, and check what the loss returned.
-
-    Args:
-        task: whose loss is computed.
-        outputs: of the model.
-        batch: its rows.
-        train: True in a train step, False in evaluation.
+    """Compute the loss of a task, its weight and its metrics, in a train step or in evaluation.
 
     Raises:
         ConfigError: the loss returned something else than `Task.loss` says.
@@ -279,18 +264,13 @@ def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSum
     batch = with_weights(batch)
     loss: Any = task.loss if train else task.evaluation
     found = loss(outputs, batch)
-    by_row = _losses_by_row(found)
-    if by_row is not None:
+    if by_row := _losses_by_row(found):
         _check_no_pairs(task, by_row[0], outputs, batch)
     return _as_sums(task, found, batch)
 
 
 def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> tuple[TaskSums, ModelState]:
-    """Compute the loss of a task that calls the model itself.
-
-    Returns:
-        What `task_sums` returns, and the model_state after this batch.
-    """
+    """Compute what `task_sums` does for a task that calls the model itself, and the model_state after this batch."""
     assert isinstance(task.loss, CallingLoss)
     batch = with_weights(batch)
     found = task.loss.function(call, batch, key)
@@ -360,7 +340,7 @@ def _as_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
 
 def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | None]:
     """A metric as (sum, weight), or as (total, None)."""
-    if name in _RESERVED or name.startswith("eval_"):
+    if name in _RESERVED:
         raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which jaxtrain reports itself; rename it")
     is_pair = isinstance(pair, tuple | list) and len(pair) == 2
     if not is_pair or not _is_numeric(pair[0]) or not (pair[1] is None or _is_numeric(pair[1])):
@@ -438,18 +418,10 @@ def broadcast_weights(batch: Batch) -> jax.Array:
 
 
 def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Check and prepare the targets and weights of a loss over classes.
-
-    Args:
-        task: its name, for error messages.
-        logits: [..., V], computed or deferred.
-        batch: `targets` [...] and optional `weights`.
+    """Check and prepare the targets and weights [...] of a loss over classes, for logits [..., V], also deferred.
 
     Returns:
         int32 ids that logits have, and float32 weights, NaN where a target is an id that no logit has; both [...].
-
-    Raises:
-        ConfigError: logits, targets or weights of the wrong shape or dtype.
     """
     shape: tuple[int, ...] = getattr(logits, "shape", ())
     if isinstance(logits, DeferredLogits):
@@ -480,33 +452,23 @@ def num_classes(outputs: Any) -> int:
 
 
 def row_dims(outputs: Callable[[Any], Any], inputs: Any, rows: int) -> tuple[list[int | str | None], Any]:
-    """Find the dimension that counts rows in each leaf of a model's outputs: with twice the rows it is twice as large.
-
-    Args:
-        outputs: inputs -> outputs; traced, not run.
-        inputs: arrays or shapes [rows, ...].
-        rows: of the inputs.
+    """Find which leaves of outputs have rows: with twice the inputs [rows, ...], their first dim is twice as large.
 
     Returns:
-        For each leaf the dimension; None: it has no rows; "mixed": several dimensions count them, or in another way.
-        And the outputs as shapes.
+        For each leaf 0; None: it has no rows; "mixed": anything else. And the outputs as shapes.
     """
 
     def times(count: int) -> Any:
         def one(leaf: Any) -> jax.ShapeDtypeStruct:
-            has_rows = len(leaf.shape) and leaf.shape[0] == rows
-            shape = (count * rows, *leaf.shape[1:]) if has_rows else leaf.shape
+            shape = (count * rows, *leaf.shape[1:]) if leaf.shape[:1] == (rows,) else leaf.shape
             return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
         return jax.eval_shape(outputs, jax.tree.map(one, inputs))
 
     def dim_of(once: tuple[int, ...], twice: tuple[int, ...]) -> int | str | None:
-        changed = [dim for dim, (a, b) in enumerate(zip(once, twice, strict=False)) if a != b]
-        if len(once) != len(twice) or len(changed) > 1:
-            return "mixed"
-        if not changed:
+        if once == twice:
             return None
-        return changed[0] if twice[changed[0]] == 2 * once[changed[0]] else "mixed"
+        return 0 if once[:1] == (rows,) and twice == (2 * rows, *once[1:]) else "mixed"
 
     once, twice = times(1), times(2)
     leaves = zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True)

@@ -1,8 +1,7 @@
 """The shipped tasks and their metrics. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
 
 import functools
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -18,7 +17,6 @@ from jaxtrain.layout.sharding import current_layout, sum_over_shards
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.task import (
     Batch,
-    CallingLoss,
     LogitsLoss,
     Sums,
     Task,
@@ -43,12 +41,7 @@ MACRO = "macro_"
 LogitsAs = Literal["auto", "whole", "tokens", "vocabulary"]
 
 
-def language_modeling(
-    *,
-    z_loss: float | None = None,
-    logits: LogitsAs = "auto",
-    block: int | None = None,
-) -> Task:
+def language_modeling(*, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None) -> Task:
     """Predict the next token: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L] or [B].
 
     Negative targets are ignored.
@@ -62,9 +55,6 @@ def language_modeling(
         logits: how deferred logits are partitioned into blocks (`ops/loss/blocks.py`); auto: from their sizes.
         block: tokens or ids of a block; None: from the sizes.
 
-    Returns:
-        The task.
-
     Raises:
         ConfigError: a block size for logits that are not partitioned, or a weight that is no number.
 
@@ -77,24 +67,14 @@ def language_modeling(
 
 
 def masked_language_modeling(
-    *,
-    z_loss: float | None = None,
-    logits: LogitsAs = "auto",
-    block: int | None = None,
+    *, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None
 ) -> Task:
     """Name the tokens that were hidden: logits [B, L, V] or deferred, `targets` int32 [B, L], -100 where none was.
 
     The model sees both sides of a token (`causal=False`). Evaluation reports the accuracy at the hidden tokens. Source:
     Devlin et al. 2019 (arXiv 1810.04805).
 
-    Args:
-        z_loss, logits, block: as for `language_modeling`.
-
-    Returns:
-        The task.
-
-    Raises:
-        ConfigError: as for `language_modeling`.
+    Arguments and errors are those of `language_modeling`.
 
     Example:
         >>> jt.masked_language_modeling()
@@ -103,25 +83,13 @@ def masked_language_modeling(
     return _token_task("masked_language_modeling", z_loss, logits, block, counts_right=True)
 
 
-def sequence_to_sequence(
-    *,
-    z_loss: float | None = None,
-    logits: LogitsAs = "auto",
-    block: int | None = None,
-) -> Task:
+def sequence_to_sequence(*, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None) -> Task:
     """Write a text for a text: the decoder's logits [B, T, V] or deferred, `targets` int32 [B, T], optional `weights`.
 
     Targets of -100 are ignored, such as those after the end. Evaluation reports the accuracy of single tokens, each
     given the right ones before it.
 
-    Args:
-        z_loss, logits, block: as for `language_modeling`.
-
-    Returns:
-        The task.
-
-    Raises:
-        ConfigError: as for `language_modeling`.
+    Arguments and errors are those of `language_modeling`.
 
     Example:
         >>> jt.sequence_to_sequence(z_loss=1e-4)
@@ -188,9 +156,6 @@ def classification(
         label_smoothing: share of the probability that is spread over all classes, from 0 to below 1.
         class_weights: what a target of each class weighs in the loss, C numbers; None: 1. Metrics count rows alike.
 
-    Returns:
-        The task.
-
     Raises:
         ConfigError: an unknown metric, or a share out of range.
 
@@ -200,8 +165,7 @@ def classification(
     """
     if not 0 <= label_smoothing < 1:
         raise ConfigError(f"classification: label_smoothing={label_smoothing} is not from 0 to below 1, such as 0.1")
-    of_classes = None if class_weights is None else tuple(map(float, class_weights))
-    return _class_task("classification", {}, metrics, label_smoothing, of_classes)
+    return _class_task("classification", {}, metrics, label_smoothing, class_weights)
 
 
 def token_classification(*, metrics: Sequence[str] = ("accuracy",)) -> Task:
@@ -209,9 +173,6 @@ def token_classification(*, metrics: Sequence[str] = ("accuracy",)) -> Task:
 
     Args:
         metrics: as for `classification`, of the tokens that count.
-
-    Returns:
-        The task.
 
     Example:
         >>> step = jt.make_train_step(model, jt.token_classification(), optax.adamw(1e-3))  # targets [B, L]
@@ -225,70 +186,49 @@ def _class_task(
     axes: Mapping[str, tuple[str | None, ...]],
     metrics: Sequence[str],
     label_smoothing: float = 0.0,
-    class_weights: tuple[float, ...] | None = None,
+    class_weights: Sequence[float] | None = None,
 ) -> Task:
     metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     for metric in metrics:
         if metric not in _CLASS_METRICS and not (metric[:4] == "top_" and metric[4:].isdigit()):
             raise ConfigError(f"{name}: there is no metric {metric!r}; use {', '.join(_CLASS_METRICS)} or top_5")
-    loss = functools.partial(_class_loss, name, metrics, label_smoothing, class_weights)
+
+    def loss(outputs: Any, batch: Batch) -> TaskSums:
+        targets, weights = checked_ids(name, outputs, batch)
+        found: Sums = {}
+        for metric in metrics:
+            found |= _class_metric(metric, outputs, targets, weights)
+        losses = cross_entropy(outputs, targets)
+        if label_smoothing:
+            spread = -jnp.mean(jax.nn.log_softmax(outputs.astype(jnp.float32)), axis=-1)
+            losses = (1 - label_smoothing) * losses + label_smoothing * spread
+        if class_weights is not None:
+            if len(class_weights) != outputs.shape[-1]:
+                raise ConfigError(f"{name}: {len(class_weights)} class_weights for {outputs.shape[-1]} classes")
+            weights = weights * jnp.asarray(class_weights, jnp.float32)[jnp.maximum(targets, 0)]
+        return jnp.sum(losses * weights), jnp.sum(weights), found
+
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
-def _class_loss(
-    name: str,
-    metrics: tuple[str, ...],
-    label_smoothing: float,
-    class_weights: tuple[float, ...] | None,
-    outputs: Any,
-    batch: Batch,
-) -> TaskSums:
-    targets, weights = checked_ids(name, outputs, batch)
-    found = _class_metrics(metrics, outputs, targets, weights)
-    losses = cross_entropy(outputs, targets)
-    if label_smoothing:
-        spread = -jnp.mean(jax.nn.log_softmax(outputs.astype(jnp.float32)), axis=-1)
-        losses = (1 - label_smoothing) * losses + label_smoothing * spread
-    if class_weights is not None:
-        if len(class_weights) != outputs.shape[-1]:
-            raise ConfigError(f"{name}: {len(class_weights)} class_weights for {outputs.shape[-1]} classes")
-        weights = weights * jnp.asarray(class_weights, jnp.float32)[jnp.maximum(targets, 0)]
-    return jnp.sum(losses * weights), jnp.sum(weights), found
+_CLASS_METRICS = ("accuracy", "precision", "recall", "f1")
 
 
-def _counts(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights of the targets [C] that were named rightly, that were named, and that there are, of each class."""
+def _class_metric(name: str, logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+    """A metric of classes; precision, recall and f1 of more than two are of each, under names with `MACRO`."""
+    if name == "accuracy":
+        return {name: (weight_of_right(logits, targets, weights), jnp.sum(weights))}
+    if name not in _CLASS_METRICS:
+        _, best = jax.lax.top_k(logits, int(name[4:]))
+        right = jnp.any(best == targets[..., None], axis=-1)
+        return {name: (jnp.sum(jnp.where(right, weights, 0.0)), jnp.sum(weights))}
     classes = logits.shape[-1]
     said, meant = (jax.nn.one_hot(ids, classes) for ids in (jnp.argmax(logits, axis=-1), targets))
-    sums = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
+    right, named, there = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
+    ratios = {"precision": (right, named), "recall": (right, there), "f1": (2 * right, named + there)}
+    total, weight = ratios[name]
     # Of two classes, people mean the second one.
-    right, named, there = (one[1] if classes == 2 else one for one in sums)
-    return right, named, there
-
-
-# (right, named, there) -> (sum, weight)
-_CLASS_METRICS: Mapping[str, Callable[[Any, Any, Any], tuple[jax.Array, jax.Array]] | None] = {
-    "accuracy": None,
-    "precision": lambda right, named, there: (right, named),
-    "recall": lambda right, named, there: (right, there),
-    "f1": lambda right, named, there: (2 * right, named + there),
-}
-
-
-def _class_metrics(names: Iterable[str], logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-    """Metrics of classes; precision, recall and f1 of more than two are of each, under names with `MACRO`."""
-    found: Sums = {}
-    for name in names:
-        if name == "accuracy":
-            found[name] = (weight_of_right(logits, targets, weights), jnp.sum(weights))
-        elif ratio := _CLASS_METRICS.get(name):
-            total, weight = ratio(*_counts(logits, targets, weights))
-            found[name if total.ndim == 0 else f"{MACRO}{name}"] = (total, weight)
-        else:
-            _, best = jax.lax.top_k(logits, int(name[4:]))
-            right = jnp.any(best == targets[..., None], axis=-1)
-            found[name] = (jnp.sum(jnp.where(right, weights, 0.0)), jnp.sum(weights))
-    return found
+    return {name: (total[1], weight[1])} if classes == 2 else {f"{MACRO}{name}": (total, weight)}
 
 
 def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequence[str] = ()) -> Task:
@@ -299,9 +239,6 @@ def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequenc
     Args:
         loss: the squared error, the absolute one, or optax's Huber loss, which is squared up to an error of 1.
         metrics: what is reported beside it, of the same names.
-
-    Returns:
-        The task.
 
     Raises:
         ConfigError: an unknown name.
@@ -355,20 +292,6 @@ def build_task(config: Config) -> Task:
     if config.task == "classification":
         return classification(label_smoothing=loss.label_smoothing)
     return TASKS[config.task]()
-
-
-def is_shipped(task: Task) -> bool:
-    """Whether a task evaluates as the one of its name in `TASKS`, whose options matter in training alone."""
-    make = TASKS.get(task.name)
-    return make is not None and _evaluated(task) == _evaluated(make())
-
-
-def _evaluated(task: Task) -> Any:
-    """The code of the loss in evaluation, and its settings: each call of a task makes another function of that code."""
-    match task.loss:
-        case LogitsLoss(evaluate=loss) | CallingLoss(function=loss) | loss:
-            loss, settings = (loss.func, loss.args) if isinstance(loss, functools.partial) else (loss, ())
-    return (loss.__code__ if isinstance(loss, types.FunctionType) else loss, settings)
 
 
 def named_task(task: Task | str) -> Task:

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -14,9 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import current_layout, layout_of_part, row_numbers, use_layout
-from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, key_for, parameter_shapes
+from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, key_for
 from jaxtrain.runtime.tree import path_name
 
 Axes = Mapping[str, tuple[str | None, ...]]
@@ -45,20 +43,15 @@ def from_functions(
 
     Args:
         init: key -> params, a nested dict of float32 arrays.
-        apply: (params, inputs) -> outputs; left out where `parts` say it.
+        apply: (params, inputs) -> outputs.
         axes: see `Model.axes`.
         name: for people.
-        parts: the model partitioned for a pipeline.
-
-    Raises:
-        ConfigError: not exactly one of `apply` and `parts`.
+        parts: the model partitioned for a pipeline; they take the place of `apply`.
 
     Example:
         >>> init = lambda key: {"w": jax.random.normal(key, (4, 3))}
         >>> model = jt.from_functions(init, lambda params, inputs: inputs @ params["w"])
     """
-    if (apply is None) == (parts is None):
-        raise ConfigError("from_functions takes apply or parts; write from_functions(init, apply)")
 
     def apply_model(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -85,8 +78,8 @@ def from_linen(
         name: the name that messages show; None: the name of the class.
 
     Returns:
-        The model. Its params are the collection "params"; its model_state holds all other collections, except values
-        that each call adds to (`self.sow`), which are dropped.
+        The model. Its params are the collection "params"; its model_state holds all other collections, except tuples,
+        which are what each call adds to (`self.sow`).
 
     Raises:
         ConfigError: `module` is not an instance of a Linen module.
@@ -113,29 +106,10 @@ def from_linen(
         inputs = jax.tree.map(jnp.zeros_like, example_inputs)
         return dict(call("init", False, {"params": key, "dropout": jax.random.fold_in(key, 1)}, inputs))
 
-    # The structure of the state never changes: values that grow with a call, as sown ones do, are not state.
-    def after_call(variables: Mapping[str, Any]) -> Any:
-        inputs = jax.tree.map(jnp.zeros_like, example_inputs)
-        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        mutable = [name for name in variables if name != "params"]
-        return call("apply", False, variables, inputs, rngs=rngs, mutable=mutable)[1]
-
-    def form(value: Any) -> object:  # a sown value is a tuple
-        return jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), value), jax.tree.structure(value)
-
-    shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
-    unboxed = linen.meta.unbox(shapes)
-    before = flatten_dict({name: value for name, value in unboxed.items() if name != "params"})
-    after = flatten_dict(jax.eval_shape(after_call, unboxed)) if before else {}
-    state_paths = {path for path, value in before.items() if form(value) == form(after.get(path))}
-
-    def without_sown(variables: Mapping[str, Any]) -> ModelState:
-        return unflatten_dict({path: value for path, value in flatten_dict(variables).items() if path in state_paths})
-
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         # Boxes with partitioning names are taken off: the axes table holds the names.
         variables = linen.meta.unbox(create(key))
-        return variables.pop("params", {}), without_sown(variables)
+        return variables.pop("params", {}), _without_sown(variables)
 
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
@@ -146,13 +120,19 @@ def from_linen(
         if not train:
             return call("apply", False, variables, inputs, rngs=rngs), model_state
         outputs, changed = call("apply", True, variables, inputs, rngs=rngs, mutable=list(model_state))
-        return outputs, {**model_state, **without_sown(changed)}
+        return outputs, {**model_state, **_without_sown(changed)}
 
     if axes is None:
+        shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
         specs = linen.get_partition_spec(shapes.get("params", {}))
         named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         axes = {path_name(path): tuple(spec) for path, spec in named if spec}
     return Model(name or type(module).__name__, init, apply, axes)
+
+
+def _without_sown(variables: Mapping[str, Any]) -> ModelState:
+    """The variables without sown values, which are tuples: the structure of the state never changes."""
+    return unflatten_dict({path: one for path, one in flatten_dict(variables).items() if not isinstance(one, tuple)})
 
 
 def from_equinox(
@@ -203,7 +183,8 @@ def from_equinox(
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         made = make(key)
         arrays = _named_arrays((made, None) if state is None else made)
-        params = {path: leaf for path, leaf in arrays.items() if _is_parameter(path, leaf)}
+        floats = {path: leaf for path, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        params = {path: leaf for path, leaf in floats.items() if path.startswith("module/")}
         others = {path: leaf for path, leaf in arrays.items() if path not in params}
         return _nested(params, "module/"), _nested(others, "")
 
@@ -258,10 +239,6 @@ def _named_arrays(tree: Any) -> dict[str, Any]:
     return {_name(path): leaf for path, leaf in leaves if isinstance(leaf, jax.Array)}
 
 
-def _is_parameter(path: str, leaf: Any) -> bool:
-    return path.startswith("module/") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def _nested(arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return unflatten_dict({tuple(path.removeprefix(prefix).split("/")): leaf for path, leaf in arrays.items()})
 
@@ -287,7 +264,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
         >>> sorted(pair.init(jax.random.key(0))[0])
         ['student', 'teacher']
     """
-    models = dict(models)
+    models, numbers = dict(models), {part: i for i, part in enumerate(models)}
     for part, model in models.items():
         if model.adapted is not None:
             raise ConfigError(
@@ -303,13 +280,10 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
     def apply(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[dict[str, Any], ModelState]:
-        if not isinstance(inputs, Mapping) or not inputs or set(inputs) - set(models):
-            raise ConfigError(f"the model takes a dict by the names {', '.join(models)}, not {shown(inputs)}")
         outputs, states = {}, dict(model_state)
         layout = current_layout()
-        for i, (part, model) in enumerate(models.items()):
-            if part not in inputs:
-                continue
+        for part in inputs:
+            i, model = numbers[part], models[part]
             part_key = None if key is None else key_for(model.apply, jax.random.fold_in(key, i))
             with use_layout(None if layout is None else layout_of_part(layout, part, model.axes)):
                 outputs[part], state = model.apply(
@@ -323,16 +297,8 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
         name or "+".join(models),
         init,
         DrawsByRow(apply),  # each part gets the key that it asks for
-        {f"{part}/{row}": axes for part, model in models.items() for row, axes in _rows(model).items()},
+        {f"{part}/{row}": axes for part, model in models.items() for row, axes in model.axes.items()},
         gathers_itself=tuple(f"{part}/{tree}" for part, model in models.items() for tree in model.gathers_itself),
         has_experts=any(model.has_experts for model in models.values()),
         linears={f"{part}/{path}": dims for part, model in models.items() for path, dims in model.linears.items()},
     )
-
-
-def _rows(model: Model) -> Axes:
-    """The rows of a model's axes table that match a parameter: the table of a family has rows for its variants too."""
-    if not isinstance(model.axes, FamilyTable):
-        return model.axes
-    paths = list(parameter_shapes(model))
-    return {row: axes for row, axes in model.axes.items() if any(fnmatchcase(path, row) for path in paths)}

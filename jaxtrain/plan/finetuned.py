@@ -14,8 +14,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.nf4 import BLOCK, NESTED_BLOCK
 from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.rules import AxesTable
-from jaxtrain.models.adapter_targets import Layers, adapted_rows, check_train_also, find_targets, layer_sizes
-from jaxtrain.models.shipped.axes import model_axes
+from jaxtrain.models.adapter_targets import adapted_rows, check_train_also, find_targets, layer_sizes
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
 from jaxtrain.optim.rules import check_patterns
 from jaxtrain.precision.dtypes import POLICY_DTYPES
@@ -57,7 +56,7 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
     Raises:
         ConfigError: targets or a rank that the model cannot have, or patterns that freeze every parameter or none.
     """
-    axes, lora = model_axes(config.model), config.finetune.lora
+    axes, lora = tensors.axes, config.finetune.lora
     if lora is None:
         check_patterns("optimizer.freeze", config.optimizer.freeze, in_step_order(tensors.params))
         frozen = frozenset(path for path in tensors.params if _matches(path, config.optimizer.freeze))
@@ -66,10 +65,8 @@ def finetuned(config: Config, tensors: Tensors) -> Finetuned:
         # What is frozen stays in the float32 that it is drawn in, under bf16_pure too.
         return Finetuned(tensors, axes, dict.fromkeys(frozen, _FP32), frozen, {}, {})
     linears, base = _linears(config.model, tensors.params), config.finetune.base
-    experts = isinstance(config.model, TransformerConfig) and config.model.experts is not None
-    layers = Layers(config.model.kind, tensors.params, linears, tensors.stack, experts)
-    found = find_targets(layers, lora)
-    kernels = {**(linears if base else {}), **found}
+    found = find_targets(config.model.kind, linears, lora)
+    kernels = linears if base else found
     # What is drawn may be model_state.
     fresh = [one for one in fresh_parts(config.model) if any(_matches(path, (one,)) for path in tensors.params)]
     also = (*lora.train_also, *fresh)

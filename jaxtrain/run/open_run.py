@@ -281,8 +281,7 @@ class OpenedRun:
 
         config, sizes, saved = self.config, dict[str, Any](input_shape=()), self._trained_on
         if self._own_model is None:
-            task = self.info.get("task") if self.info.get("task_is_shipped", True) else None
-            config = with_output_scale(config, saved.get("reading"), task=task)
+            config = with_output_scale(config, saved.get("reading"), task=self.info.get("task"))
             sizes |= {name: saved.get(name) for name in ("vocab_size", "num_outputs")}
             sizes["input_shape"] = tuple(saved["input_shape"])
         return build_sharded_model(config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
@@ -305,11 +304,8 @@ class OpenedRun:
         """What outputs are compared with; a ConfigError where it came from Python and was not given."""
         from jaxtrain.models.tasks import build_task
 
-        info = self.info
-        # A shipped task that came from Python is the one that the config names.
-        is_shipped = info.get("task_is_shipped") is True and info.get("task") == self.config.task
-        if self._own_task is None and not is_shipped:
-            _check_evaluable(info, self.run_dir, "task")
+        if self._own_task is None:
+            _check_evaluable(self.info, self.run_dir, "task")
         return self._own_task or build_task(self.config)
 
     @functools.cached_property

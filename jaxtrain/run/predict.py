@@ -151,7 +151,7 @@ def predict_file(
 def _kind(model: Any) -> str:
     """What one row gives: class, number or embedding."""
     info, config = model.info, model.config.model
-    task = info.get("task") if info.get("task_is_shipped", True) else None
+    task = info.get("task")
     kind = _TASKS.get(str(task))
     if isinstance(config, TransformerConfig) and recorded_parts(info)["model"] is None:
         kind = _HEADS.get(config.head_kind)

@@ -19,7 +19,7 @@ from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import AXES, config_degrees, stage_over_data
 from jaxtrain.models.adapters import adapt
-from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes, with_remat
+from jaxtrain.models.model import Model, ModelState, Params, count_parameters, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
@@ -233,24 +233,20 @@ def model_of(
     num_outputs: int | None = None,
     model: Model | None = None,
 ) -> Model:
-    """The model of a config, or your own one in its place, with the remat policy of the config."""
+    """The model of a config, or your own one in its place, which has a remat policy of its own."""
     remat = Remat(config.remat.policy, config.remat.names, config.remat.offload)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     if model is None and not isinstance(config.model, CalledModel):
         return build_model(config.model, **sizes, remat=remat)
     model = build_model(config.model, **sizes) if model is None else model
-    applied = with_remat(model, remat) if model.remat is None else None
     default = RematConfig()
     # What is at its default asks for nothing.
-    asks = remat not in (model.remat, Remat(), Remat(default.policy, default.names, default.offload))
-    if applied is None and asks:
-        why = "is one function, which no policy reaches"
-        why = why if model.remat is None else f"was built with another policy ({model.remat.policy})"
+    if remat not in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
         raise ConfigError(
-            f"remat.policy={remat.policy}, but the model {model.name} {why}; leave it out, build the model with "
-            "from_stages, or use jax.checkpoint (nnx.remat, nn.remat) inside it"
+            f"remat.policy={remat.policy} reaches no model from Python; build {model.name} with "
+            "from_stages(remat=...), build_model(remat=...) or jax.checkpoint (nnx.remat, nn.remat) inside it"
         )
-    return applied or model
+    return model
 
 
 def parallelism_of(config: Config) -> Parallelism:

@@ -159,7 +159,7 @@ WRONG = {
     ),
     "a remat policy that does not reach it": (
         "remat.policy=full",
-        "remat.policy=full, but the model Net is one function, which no policy reaches",
+        "remat.policy=full reaches no model from Python; build Net with from_stages",
         2,
     ),
 }

@@ -18,7 +18,7 @@ from jaxtrain.inference.engine.engine import Engine, Scheduler
 from jaxtrain.inference.engine.programs import Chosen, Chunk
 from jaxtrain.inference.engine.request import EngineDead, EngineFull, Request, Ticket
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.decoder import Decoder
+from jaxtrain.models.model import Decoder
 
 VOCABULARY = 1000
 

@@ -8,7 +8,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.inference.decoding import DecodingForm, generate_ids, row_rules, start_function
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.models.shipped import block, cache
+from jaxtrain.models.shipped import block
 from jaxtrain.models.shipped.build import build_model
 
 # 40 tokens, and texts longer than any window and than what yarn was stretched from.
@@ -100,28 +100,3 @@ def test_a_long_cache_is_read_in_blocks_up_to_the_last_position(name, monkeypatc
     np.testing.assert_allclose(found[0], whole, rtol=0, atol=1e-4 * np.ptp(whole))
     # Positions behind a row's own add exact zeros, however many there are.
     np.testing.assert_array_equal(found[0][:, :12], found[1][:, :12])
-
-
-# Decode steps whose layers are written out, as on GPUs.
-LONG_CACHE = dict(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32, max_sequence_length=640)
-WRITTEN_OUT = {
-    "windows": dict(kind="transformer", **LONG_CACHE, num_kv_heads=2, local_layers=dict(pattern=(1, 0), window=16)),
-    "an encoder": dict(kind="encoder_decoder", **LONG_CACHE),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "dtype"), [("windows", "int8"), ("an encoder", None)])
-def test_tokens_of_layers_written_out_are_those_of_scanned_layers(monkeypatch, name, dtype):
-    model = jt.build_model(WRITTEN_OUT[name], input_shape=(640,), vocab_size=97)
-    params, _ = jax.jit(model.init)(jax.random.key(3))
-    # A prompt beyond two blocks, so that the scanned layers read the cache in blocks and the others at once.
-    prompts = [np.arange(560, dtype=np.int32) % 89, np.arange(3, dtype=np.int32)]
-    found = []
-    for platforms in ((), ("cpu",)):
-        monkeypatch.setattr(cache, "UNROLLED_ON", platforms)
-        sharded = jt.shard_model(model)  # programs are kept per sharded model
-        found.append(
-            generate_ids(sharded, params, prompts, new_tokens=8, sampling=jt.Sampling(temperature=0), cache_dtype=dtype)
-        )
-    np.testing.assert_array_equal(*found)

@@ -7,14 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig
-from jaxtrain.inference.decoding import DecodingForm, advance_function, row_rules, start_function
-from jaxtrain.inference.sampling import Sampling
-from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.from_nnx import from_nnx
@@ -27,7 +23,6 @@ from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.models.wrap import from_functions, from_linen
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.remat.policy import Remat
-from jaxtrain.train.step import make_train_step
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=13, max_sequence_length=6)
 # Inits for these keys compile five times faster than for the default kind.
@@ -209,24 +204,6 @@ def test_dtypes_and_ranks_are_written_out(kind):
         _, (logits, after) = jax.eval_shape(jax.grad(loss, has_aux=True), params, state)
     assert logits.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(after)} <= {np.dtype(np.float32)}
-
-
-def test_ranks_of_a_step_and_of_generation_are_written_out():
-    model = transformer_of(**LLAMA)
-    mesh = make_mesh(devices=jax.devices()[:1])
-    step = make_train_step(model, language_modeling(), optax.adamw(1e-3), mesh=mesh, clip_norm=1.0, ema_decay=0.9)
-    parts = (model, DecodingForm(2), step.sharded_model.policy, mesh)
-    rules = row_rules([Sampling()] * 2, [0, 1], (), model)
-
-    def generate(params, prompts, lengths):
-        texts = start_function(*parts)(params, prompts, lengths, rules)
-        return advance_function(*parts)(params, texts, rules, jnp.int32(2)).tokens_BT
-
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0))[0])
-    with jax.numpy_rank_promotion("raise"):
-        step.lower({"inputs": TOKENS, "targets": TOKENS})
-        found = jax.eval_shape(generate, params, TOKENS[:, :2], np.array([2, 2], np.int32))
-    assert found.shape == (2, 2)
 
 
 def parameter_shapes(*models):

@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxtrain.config.model import HeadConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped.heads import MaskedLanguageModelHead, PooledHead, head_inputs, num_labels
-from jaxtrain.models.shipped.shapes import head_tensors
+from jaxtrain.models.shipped.shapes import head_rows
 
 WIDTH, LABELS = 6, 3
 X = np.random.default_rng(0).normal(size=(3, 4, WIDTH)).astype(np.float32)
@@ -140,11 +139,5 @@ def test_the_shapes_are_those_of_the_modules(settings):
         module = PooledHead(head, WIDTH, labels, nnx.Rngs(0))
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
     found = {"/".join(["head", *(str(part.key) for part in path)]): leaf.shape for path, leaf in leaves}
-    assert found == head_tensors(head, WIDTH, norm="layernorm", vocab_size=11, num_labels=labels)
-
-
-def test_the_number_of_labels_is_the_config_s_or_the_data_s():
-    with pytest.raises(ConfigError, match=r"^model\.head\.num_labels is not set"):
-        num_labels(HeadConfig(kind="sequence"), None)
-    assert num_labels(HeadConfig(kind="sequence", num_labels=4), 7) == 4
-    assert num_labels(HeadConfig(kind="embedding"), 7) is None
+    rows = head_rows(head, WIDTH, norm="layernorm", vocab_size=11, num_labels=labels)
+    assert found == {path: shape for path, (shape, _) in rows.items()}

@@ -3,7 +3,6 @@
 Shapes: B batch, H height, W width, C channels, L patches and class token, D model width.
 """
 
-import functools
 import re
 
 import jax
@@ -14,14 +13,10 @@ import pytest
 from jaxtrain.config.model import MLPConfig, ResNetConfig, ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.shipped import images as resnet_module
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.shipped.images import BatchNorm, Conv, resnet
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.shapes import ConvShape
-from jaxtrain.models.stack import scan_stack
-from jaxtrain.models.tasks import classification
-from jaxtrain.remat.policy import Remat
 
 IMAGES = np.random.default_rng(0).normal(2.0, 3.0, (4, 5, 6, 3)).astype(np.float32)
 
@@ -32,7 +27,7 @@ RUNNING_MEAN, RUNNING_VARIANCE = np.array([1.0, 2.0, 3.0], np.float32), np.array
 
 def run(inputs, *, train):
     """A batch norm over three channels with the numbers above."""
-    model = from_nnx(lambda rngs: BatchNorm(3, momentum=0.9), call=lambda m, x, key, train: m(x, train=train))
+    model = from_nnx(lambda rngs: BatchNorm(3), call=lambda m, x, key, train: m(x, train=train))
     params, state = {"scale": SCALE, "bias": BIAS}, {"mean": RUNNING_MEAN, "variance": RUNNING_VARIANCE}
     return jax.jit(lambda p, s, x: model.apply(p, s, x, key=None, train=train))(params, state, inputs)
 
@@ -133,37 +128,6 @@ def test_an_mlp_by_hand():
     found, _ = jax.jit(lambda p: model.apply(p, {}, x, key=None, train=True))(params)
     # fp32 sums of 6 products, three layers deep.
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("remat", ["none", "sqrt"])
-def test_scanned_and_unrolled_blocks_agree(remat, monkeypatch):
-    """Outputs, gradients and batch statistics; other fusions sum in another order, so within rounding (2^-24).
-
-    Segments are loops everywhere, so that theirs are compared with blocks written out without remat.
-    """
-    inputs = np.random.default_rng(0).normal(size=(8, 8, 8, 1)).astype(np.float32)
-    batch = {"inputs": inputs, "targets": np.arange(8, dtype=np.int32)}
-    config = {"kind": "resnet", "stage_blocks": [3, 2], "width": 8, "stem": "small"}
-    results = []
-    programs = []
-    for unroll_on in ((), ("cpu",)):
-        monkeypatch.setattr(resnet_module, "scan_stack", functools.partial(scan_stack, unroll_on=unroll_on))
-        policy = "none" if remat == "sqrt" and unroll_on else remat
-        model = build_model(config, input_shape=(8, 8, 1), num_outputs=10, remat=Remat(policy))
-
-        def loss(params, model_state, model=model):
-            outputs, model_state = model.apply(params, model_state, batch["inputs"], key=None, train=True)
-            total, weight, _ = classification().loss(outputs, batch)
-            return total / weight, model_state
-
-        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        params, model_state = jax.jit(model.init)(jax.random.key(0))
-        programs.append(step.lower(params, model_state).as_text())
-        results.append(jax.device_get(step(params, model_state)))
-    assert "stablehlo.while" in programs[0]
-    assert "stablehlo.while" not in programs[1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
 
 
 def test_convolutions_in_the_loop_over_blocks_are_those_that_cpus_are_fast_at():

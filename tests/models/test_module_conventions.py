@@ -11,8 +11,8 @@ from flax import linen, nnx
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.from_nnx import scan_stack
 from jaxtrain.models.model import Model
-from jaxtrain.models.stack import scan_stack
 
 ROWS = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
 BATCH = {"inputs": ROWS, "targets": (np.arange(16) % 3).astype(np.int32)}
@@ -159,16 +159,3 @@ def test_what_a_linen_module_sows_is_not_state() -> None:
     state, step = trained(model, accumulation_steps=accumulation_steps)
     assert jax.tree.map(int, state.model_state) == {"counts": {"calls": 3 * accumulation_steps}}
     assert np.isfinite(jt.Evaluator(step)(state, [BATCH])["eval_loss"])
-
-
-def permuted(*names: str) -> Model:
-    return jt.from_functions(
-        lambda key: {"w": jax.random.normal(key, (4, 3)), **{name: jnp.arange(4)[::-1] for name in names}},
-        lambda params, x: x[:, params[names[0]]] @ params["w"],
-    )
-
-
-def test_integers_do_not_train() -> None:
-    names = ("order", "second")
-    state, _ = trained(permuted(*names), trainable=lambda path: path not in names)
-    np.testing.assert_array_equal(state.params["order"], [3, 2, 1, 0])

@@ -4,13 +4,11 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.layout.sharding import path_name
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
@@ -69,22 +67,3 @@ def test_it_applies_its_policy_and_its_layout_without_being_asked() -> None:
     assert texts[0] == texts[1]
     assert "sharding_constraint" in texts[0].lower() or "@Sharding" in texts[0]
     assert "bf16" in texts[0]
-
-
-@pytest.mark.long
-def test_it_writes_text_as_the_step_does() -> None:
-    model = transformer()
-    step = jt.make_train_step(model, jt.language_modeling(), optax.sgd(0.1), mesh=mesh())
-    params, greedy = step.init(0).params, jt.Sampling(temperature=0.0)
-    texts = [
-        jt.generate_text(source, params, ByteTokenizer(), ["ab"], new_tokens=3, sampling=greedy)
-        for source in (step, jt.shard_model(model, mesh=mesh()))
-    ]
-    assert texts[0] == texts[1]
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    one_function = jt.from_functions(lambda key: {"w": jnp.ones((4, 2))}, lambda params, x: x @ params["w"])
-    for message, degrees in (("parallel.pipe=2, but", {"pipe": 2}), ("parallel.tensor=2, but", {"tensor": 2})):
-        with pytest.raises(jt.ConfigError, match=message):
-            jt.shard_model(one_function, mesh=mesh(**degrees))

@@ -71,15 +71,6 @@ def test_an_id_that_no_logit_has_is_no_number(by):
         np.testing.assert_allclose(total, np.nan if weight else losses[0, 0], rtol=1e-6)
 
 
-def test_cross_entropy_raises_bf16_to_float32():
-    logits = jnp.asarray(LOGITS, jnp.bfloat16)
-    with jax.numpy_dtype_promotion("strict"):
-        found = cross_entropy(logits, jnp.asarray(TARGETS))
-    assert found.dtype == jnp.float32
-    # No rounding after the logits': the same tolerance as above.
-    np.testing.assert_allclose(found, reference(logits, TARGETS), rtol=1e-5, atol=1e-6)
-
-
 def test_language_modeling_sums_over_weighted_tokens():
     logits, targets = RNG.normal(size=(2, 3, 5)).astype(np.float32), np.array([[0, 1, 2], [3, 4, 0]], np.int32)
     weights = np.array([[1, 0, 0.5], [1, 1, 0]], np.float32)

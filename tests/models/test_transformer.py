@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.model import LongRope, TransformerConfig
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.layers import dropout, long_documents
+from jaxtrain.models.layers import dropout
 from jaxtrain.models.shipped.transformer import transformer
 
 SIZES = dict(num_layers=2, embed_dim=16, num_heads=4, vocab_size=17, max_sequence_length=8)
@@ -107,16 +107,6 @@ def test_rotary_attention_depends_on_distances_only(nets):
     assert np.max(np.abs(stretched - net(TOKENS))) > 1e-2
 
 
-def test_decoding_with_a_cache_is_the_forward_pass(net):
-    cache, start, found = net.model.decoder.init_cache(2, 8, jnp.float32), 0, []
-    for length in (6, 1, 1):
-        here = slice(start, start + length)
-        logits, cache = net.decode(net.params, TOKENS[:, here], ORDER[:, here], cache)
-        found.append(logits)
-        start += length
-    np.testing.assert_allclose(np.concatenate(found, 1), net(TOKENS), **CLOSE)
-
-
 def test_rows_decode_at_positions_of_their_own(net):
     lengths = np.array([3, 6])
     # Prompts padded on the right: the padding's entries must never be seen.
@@ -128,15 +118,6 @@ def test_rows_decode_at_positions_of_their_own(net):
         tokens = TOKENS[[0, 1], at][:, None]
         logits, cache = net.decode(net.params, tokens, at[:, None].astype(np.int32), cache)
         np.testing.assert_allclose(logits[:, 0], full[[0, 1], at], **CLOSE)
-
-
-def test_the_cache_keeps_its_dtype_and_logits_are_float32(net):
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), net.params)
-    cache = net.model.decoder.init_cache(2, 8, jnp.bfloat16)
-    with jax.numpy_dtype_promotion("strict"):
-        logits, after = jax.eval_shape(net.model.decoder.decode, params, TOKENS, ORDER, cache)
-    assert logits.dtype == jnp.float32
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 
 
 @pytest.mark.long
@@ -181,52 +162,11 @@ def test_dropout_keeps_the_mean():
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
-# Longrope chooses factors by the length of a document, whatever row it is in.
-ORIGINAL = 6
-SCALING = LongRope(short_factors=(1.0, 1.1), long_factors=(3.0, 5.0), original_length=ORIGINAL)
-# The second document is longer than the original length, the others and all padding together are not.
-DOCUMENTS, ROW = (4, 9, 6), 26
-TEXTS = [np.random.default_rng(n).integers(0, 20, n).astype(np.int32) for n in DOCUMENTS]
-
-
-def test_longrope_of_packed_and_padded_rows_is_that_of_the_text_alone():
-    longrope = Net(max_sequence_length=64, mlp_dim=16, vocab_size=20, rope_scaling=SCALING)
-    left = ROW - sum(DOCUMENTS)
-    packed = np.concatenate([*TEXTS, np.zeros(left, np.int32)])
-    segments = np.repeat([1, 2, 3, 0], [*DOCUMENTS, left]).astype(np.int32)
-    positions = np.concatenate([np.arange(n) for n in (*DOCUMENTS, left)]).astype(np.int32)
-    alone = [np.pad(text, (0, ROW - len(text))) for text in TEXTS]
-    order = [np.arange(ROW, dtype=np.int32)] * 3
-    # A row for itself, and each text as the only one of a row, with padding behind it that no text sees.
-    found = longrope(
-        {
-            "tokens": np.stack([packed, *alone]),
-            "segments": np.stack([segments, *((np.arange(ROW) < n).astype(np.int32) for n in DOCUMENTS)]),
-            "positions": np.stack([positions, *order]),
-        }
-    )
-    at = 0
-    for row, (text, size) in enumerate(zip(TEXTS, DOCUMENTS, strict=True), 1):
-        np.testing.assert_allclose(found[0, at : at + size], found[row, :size], atol=1e-5)  # sums in another order
-        at += size
-        if size == 9:  # without padding or segments: a text longer than the original length
-            np.testing.assert_allclose(longrope(text[None])[0], found[row, :size], atol=1e-5)
-
-
-def test_long_documents_are_found_wherever_their_positions_begin():
-    random = np.random.default_rng(0)
-    sizes_BS = random.multinomial(30, [0.2] * 5, size=16)
-    segments_BL = np.stack([np.repeat([2, 0, 1, 7, 0], sizes) for sizes in sizes_BS])
-    starts_BS = random.integers(0, ORIGINAL // 2, sizes_BS.shape)
-    positions_BL = np.stack(
-        [
-            np.concatenate([start + np.arange(size) for start, size in zip(*row, strict=True)])
-            for row in zip(starts_BS, sizes_BS, strict=True)
-        ]
-    )
-    found_BL = long_documents(SCALING, jnp.asarray(positions_BL), jnp.asarray(segments_BL))
-    assert found_BL is not None
-    longest_BL = [[max(p[s == one]) if one else 0 for one in s] for p, s in zip(positions_BL, segments_BL, strict=True)]
-    # Of 0 there are two runs, both padding.
-    np.testing.assert_array_equal(found_BL, np.array(longest_BL) >= ORIGINAL)
-    assert 0 < np.mean(found_BL) < 1
+def test_longrope_takes_one_text_per_row_beyond_its_original_length():
+    scaling = dict(kind="longrope", short_factors=(1.0, 1.1), long_factors=(3.0, 5.0), original_length=6)
+    longrope = Net(rope_scaling=scaling)
+    assert longrope(TOKENS).shape == (2, 8, 17)
+    packed = {"tokens": TOKENS, "segments": np.ones_like(TOKENS)}
+    assert longrope({name: value[:, :6] for name, value in packed.items()}).shape == (2, 6, 17)
+    with pytest.raises(ConfigError, match=r"packed or padded rows of 8 tokens .* original_length=6"):
+        longrope(packed)

@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.from_nnx import _reseed, from_nnx
+from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.wrap import from_linen
 
 ONES = np.ones((4, 64), np.float32)
@@ -73,12 +73,6 @@ class LinenFieldNorm(linen.Module):
         return linen.BatchNorm(self.use_running_average, momentum=0.9, epsilon=0.0, name="norm")(x)
 
 
-class LinenKeywordNorm(linen.Module):
-    @linen.compact
-    def __call__(self, x, use_running_average: bool):
-        return linen.BatchNorm(use_running_average, momentum=0.9, epsilon=0.0, name="norm")(x)
-
-
 def applied(model, inputs, *, seed, train, state=None):
     """With parameters that are one: the functions of a model are compiled for each of its calls once."""
     shapes, first_state = jax.eval_shape(model.init, jax.random.key(0))
@@ -122,29 +116,11 @@ def test_dropout(make):
     np.testing.assert_array_equal(evaluated, np.stack([ONES] * 3))
 
 
-def test_linen_takes_examples_in_float64_without_a_warning():
-    """NumPy's default; the batch norm has `from_linen` look at the module's state as well."""
-    model = from_linen(LinenNorm(), ROWS.astype(np.float64))
-    assert jax.eval_shape(model.init, jax.random.key(0))[1]["batch_stats"]["norm"]["mean"].dtype == jnp.float32
-
-
 NORMS = {
     "nnx": (lambda: from_nnx(NNXNorm), lambda state: state["norm"]),
     "linen": (lambda: from_linen(LinenNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
     "linen, by a field": (lambda: from_linen(LinenFieldNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
-    "linen, by a keyword": (lambda: from_linen(LinenKeywordNorm(), ROWS), lambda state: state["batch_stats"]["norm"]),
 }
-
-
-def test_every_layer_of_a_stack_of_modules_draws_for_itself():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def layers(rngs):
-        return nnx.Dropout(0.5, rngs=rngs)
-
-    drawn = _reseed(nnx.state(layers(nnx.Rngs(0)), nnx.RngState), jax.random.key(1))
-    keys = [leaf.get_value() for _, leaf in nnx.to_flat_state(drawn) if isinstance(leaf, nnx.RngKey)]
-    assert [len(np.unique(jax.random.key_data(key), axis=0)) for key in keys] == [3]
 
 
 @pytest.mark.parametrize(("make", "statistics"), NORMS.values(), ids=NORMS)

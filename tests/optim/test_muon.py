@@ -9,7 +9,6 @@ import pytest
 from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, MuonConfig
 from jaxtrain.models.model import parameter_shapes
-from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.optimizers import build_optimizer
@@ -21,9 +20,8 @@ EXPERTS = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, experts={"n
 
 def matrix_paths(config, **options):
     model = build_model(config, **options)
-    axes = model_axes(config)
     shapes = parameter_shapes(model)
-    found = {path: as_matrix(path, leaf.shape, axes) for path, leaf in shapes.items()}
+    found = {path: as_matrix(path, leaf.shape, model.axes) for path, leaf in shapes.items()}
     return {path: matrix for path, matrix in found.items() if matrix is not None}, set(shapes)
 
 

@@ -11,14 +11,16 @@ import pytest
 from dense_experts import dense_experts
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout, use_layout
-from jaxtrain.models.shipped.axes import EXPERTS
+from jaxtrain.models.shipped.shapes import model_tensors
 from jaxtrain.ops.experts.compute import Kernels
 from jaxtrain.ops.experts.exchange import experts_mlp
 
 NUM_EXPERTS, BATCH, LENGTH, WIDTH, HIDDEN, CHOICES = 8, 8, 64, 8, 16, 2
-AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in EXPERTS.items()}
+TABLE = model_tensors(TransformerConfig(experts={}), vocab_size=8).axes
+AXES = {path.removeprefix("blocks/mlp/"): row[1:] for path, row in TABLE.items() if "/mlp/" in path}
 MESHES = {
     "expert=4,data=2": dict(expert=4, data=2),
     "expert=2,tensor=2,fsdp=2": dict(expert=2, tensor=2, fsdp=2),

@@ -146,7 +146,7 @@ CASES = {
             DECODER,
             rope_scaling=dict(kind="longrope", short_factors=[1.0, 1.2], long_factors=[4.0, 8.0], original_length=10),
         ),
-        packed_rows,
+        plain_rows,
     ),
     # Real tokens alone count in the router's loss.
     "padded experts": Case(dict(DECODER, experts=EXPERTS), padded_rows),

@@ -5,7 +5,6 @@ import pytest
 
 from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors
 
@@ -64,4 +63,4 @@ def test_shapes_are_the_model_s(name: str) -> None:
     assert found.params == shapes(params)
     assert found.model_state == shapes(state)
     assert found.stack == (None if model.parts is None else model.parts.stack)
-    assert model_axes(config) == model.axes
+    assert found.axes == model.axes

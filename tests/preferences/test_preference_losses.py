@@ -53,10 +53,8 @@ def row_weights(batch):
 
 def step_of(model, task, *, mesh=None, optimizer=None, **options):
     mesh = mesh or {"data": 1}
-    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
-    return jt.make_train_step(
-        model, task, optimizer or optax.sgd(0.1), mesh=jt.make_mesh(**mesh, devices=devices), **options
-    )
+    on = jt.make_mesh(**mesh, devices=jax.devices()[: int(np.prod(list(mesh.values())))])
+    return jt.make_train_step(model, task, optimizer or optax.sgd(0.1), mesh=on, **options)
 
 
 def test_dpo_is_its_formula_with_its_gradient():
@@ -145,8 +143,3 @@ def test_the_first_loss_is_ln_2_and_padding_counts_nothing(dpo_step):
     means = jt.Evaluator(step)(state, [step.loader(jt.Batches(known[0], 8, seed=0, shuffle=False))(0)])
     assert abs(means["eval_loss"] - np.log(2)) < 1e-6
     assert abs(means["eval_margin"]) < 1e-5
-
-
-def test_pipe_is_refused_in_one_line():
-    with pytest.raises(jt.ConfigError, match="pipe"):
-        step_of(transformer(num_layers=2), jt.dpo(), mesh={"pipe": 2})

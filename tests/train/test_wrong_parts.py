@@ -72,10 +72,6 @@ WRONG_LOSSES = {
     "metrics without weights": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"a": jnp.sum(outputs)}), "pair"),
     "a metric called loss": (lambda outputs, batch: (jnp.sum(outputs), 4.0, {"loss": (1.0, 1.0)}), "rename it"),
     "a complex sum": (lambda outputs, batch: (jnp.sum(outputs) + 1j, 4.0, {}), "two real numbers"),
-    "a metric of an evaluation": (
-        lambda outputs, batch: (outputs[:, 0], {"eval_mine": (1.0, 1.0)}),
-        "rename it",
-    ),
 }
 
 

@@ -25,8 +25,7 @@ from jaxtrain.inference.engine.request import (
 )
 from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.inference.sampling import Sampling, bias_rows, row_sampling
-from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.models.model import Params
+from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
 
 _CLOSED = "the engine is closed; start another one"

@@ -21,8 +21,7 @@ from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, log_
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.layout.rules import entry_degree
 from jaxtrain.layout.sharding import Layout, logical_spec
-from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.models.model import Decoder, Params
+from jaxtrain.models.model import NOWHERE, Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.precision.policy import cast_floats

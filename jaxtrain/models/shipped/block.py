@@ -1,7 +1,11 @@
 """The block of every shipped transformer: attention and an MLP, with settings that are independent of each other.
 
-Shapes: B batch, L length, S length of keys and values (L, or the positions of a cache), D model width, H query heads,
-G key-value heads, K head_dim, F mlp width, N buckets of relative positions, W distances of keys and queries.
+A decoder's cache holds the keys and values of earlier positions, for all layers in one array each. A layer writes its
+own part of the whole arrays, which travel through the layers as a carry: where they are donated, a step writes a few
+numbers and copies nothing.
+
+Shapes: N layers, B batch, L length, S length of keys and values (L, or the positions of a cache), D model width, H
+query heads, G key-value heads, K head_dim, F mlp width, W distances of keys and queries.
 """
 
 import functools
@@ -10,16 +14,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.models.decoder import NOWHERE
-from jaxtrain.models.initializers import Initializer, normal
-from jaxtrain.models.layers import Linear, Norm, dropout, long_documents, model_frequencies, rotary_factor, rotate
-from jaxtrain.models.shipped.cache import LayerCache, read_cache, ring_positions, unrolled_on, write_cache
+from jaxtrain.layout.sharding import constrain, current_layout
+from jaxtrain.models.initializers import INIT_STDDEV, normal
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
 from jaxtrain.ops.attention.reference import (
@@ -34,24 +36,91 @@ from jaxtrain.ops.attention.reference import (
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.ops.elementwise import gelu
-from jaxtrain.precision.kernels import LowRankKernel
+from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
+# `key` and `value` [N, B, G, S, K]; of int8 also `key_scale` and `value_scale`, float32 [N, B, G, S].
+Cache = dict[str, jax.Array]
+_CACHE_AXES = (None, "batch", "activation_kv_heads", None, None)
 
-INIT_STDDEV = 0.02  # GPT-2, Radford et al. 2019
+
+def init_cache(config: TransformerConfig, batch: int, length: int, dtype: DTypeLike) -> Cache:
+    """A cache of zeros, sharded as the keys and values of a batch are; of int8 each position of a head has a scale."""
+    shape = (config.num_layers, batch, config.kv_heads, length, config.head_width)
+    cache = {name: constrain(jnp.zeros(shape, dtype), *_CACHE_AXES) for name in ("key", "value")}
+    if jnp.dtype(dtype) != jnp.int8:
+        return cache
+    return cache | {f"{name}_scale": constrain(jnp.ones(shape[:-1]), *_CACHE_AXES[:-1]) for name in cache}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of all layers, and the index int32 [] of the layer that it is in the hands of."""
+
+    arrays: Cache
+    layer: jax.Array
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache: S."""
+        return self.arrays["key"].shape[3]
+
+    def write(self, key_BLGK: jax.Array, value_BLGK: jax.Array, positions_BL: jax.Array) -> "LayerCache":
+        """The cache with new keys and values at their positions; positions that it does not have are dropped."""
+        arrays, rows_B1 = dict(self.arrays), jnp.arange(positions_BL.shape[0])[:, None]
+        at = (self.layer, rows_B1, slice(None), positions_BL)
+        for name, new_BLGK in (("key", key_BLGK), ("value", value_BLGK)):
+            dtype = arrays[name].dtype
+            if dtype == jnp.int8:
+                new_BLGK, scale_BLG1 = round_to_int8(new_BLGK, (3,))
+                scales = arrays[f"{name}_scale"].at[at].set(scale_BLG1[..., 0])
+                arrays[f"{name}_scale"] = constrain(scales, *_CACHE_AXES[:-1])
+            arrays[name] = constrain(arrays[name].at[at].set(new_BLGK.astype(dtype)), *_CACHE_AXES)
+        return LayerCache(arrays, self.layer)
+
+    def read(self, name: str, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array | None]:
+        """Some keys or values of the layer [B, G, size, K], and the scales [B, G, size] that multiply them, if any."""
+
+        def part(name: str) -> jax.Array:
+            whole, zero = self.arrays[name], jnp.int32(0)
+            begin = [self.layer, zero, zero, jnp.asarray(start, jnp.int32), zero][: whole.ndim]
+            return jax.lax.dynamic_slice(whole, begin, (1, *whole.shape[1:3], size, *whole.shape[4:]))[0]
+
+        scale = f"{name}_scale"
+        return part(name), part(scale) if scale in self.arrays else None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the layers of a block are given beside the residual stream.
+
+    Attributes:
+        positions_BL: positions of the tokens, [B or 1, L].
+        segments_BL: numbers of packed documents; None: one document per row.
+        local: bool [], whether this is a local layer; None: all layers are alike.
+        bias_HW: added to the scores, of each distance.
+        cache: of earlier positions, to which the new ones are added; None: the tokens are whole texts.
+    """
+
+    positions_BL: jax.Array
+    segments_BL: jax.Array | None = None
+    local: jax.Array | None = None
+    bias_HW: jax.Array | None = None
+    cache: LayerCache | None = None
 
 
 @dataclass(frozen=True)
 class Stddevs:
-    """Standard deviations of the kernels of a stack."""
+    """Standard deviations of the kernels of a stack; `up` is of the gate too."""
 
-    query: float  # of the layer that makes queries
-    key_value: float  # of those that make keys and values
-    attention_output: float  # of the layer after attention
-    up: float  # of the first layers of the MLP, gate and experts included
-    down: float  # of its last layer
+    query: float
+    key_value: float
+    attention_output: float
+    up: float
+    down: float
     relative: float  # of the table of relative positions
 
 
@@ -109,10 +178,8 @@ def _head_norm(config: TransformerConfig) -> Norm | None:
     return Norm(config.head_width, kind="rmsnorm", bias=False, epsilon=config.norm_epsilon, offset=config.norm_offset)
 
 
-def _linear(
-    config: TransformerConfig, name: str, shape: LinearShape, initializer: Initializer, rngs: nnx.Rngs
-) -> Linear:
-    return Linear(shape.inputs, shape.outputs, bias=has_bias(config, name), initializer=initializer, rngs=rngs)
+def _linear(config: TransformerConfig, name: str, shape: LinearShape, stddev: float, rngs: nnx.Rngs) -> Linear:
+    return Linear(shape.inputs, shape.outputs, bias=has_bias(config, name), initializer=normal(stddev), rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -120,57 +187,39 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         shapes = attention_shapes(config)
-        self.query = _linear(config, "query", shapes["query"], normal(stddevs.query), rngs)
-        self.key = _linear(config, "key", shapes["key"], normal(stddevs.key_value), rngs)
-        self.value = _linear(config, "value", shapes["value"], normal(stddevs.key_value), rngs)
-        self.output = _linear(config, "output", shapes["output"], normal(stddevs.attention_output), rngs)
+        self.query = _linear(config, "query", shapes["query"], stddevs.query, rngs)
+        self.key = _linear(config, "key", shapes["key"], stddevs.key_value, rngs)
+        self.value = _linear(config, "value", shapes["value"], stddevs.key_value, rngs)
+        self.output = _linear(config, "output", shapes["output"], stddevs.attention_output, rngs)
         self.query_norm, self.key_norm = _head_norm(config), _head_norm(config)
         self.config = config
 
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        positions_BL: jax.Array,
-        segments_BL: jax.Array | None,
-        local: jax.Array | None,
-        cache: LayerCache | None,
-        bias_HW: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        length = x_BLD.shape[1] if cache is None else cache.length
-        q_BLHK = self.query(x_BLD)
-        k_BSGK, v_BSGK = self.key(x_BLD), self.value(x_BLD)
-        scaling = self.config.rope_scaling
-        long_BL = long_documents(scaling, positions_BL, segments_BL) if cache is None else None
-        q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, positions_BL, local, length, long_BL)
+    def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, LayerCache | None]:
+        q_BLHK, k_BSGK, v_BSGK = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
+        q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, context)
         q_BLHK = checkpoint_name(constrain(q_BLHK, "batch", "sequence", "activation_heads", None), "query")
         k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "sequence", "activation_kv_heads", None), "key")
         v_BSGK = checkpoint_name(constrain(v_BSGK, "batch", "sequence", "activation_kv_heads", None), "value")
+        cache = context.cache
         if cache is None:
-            y_BLHK = self._attend(q_BLHK, k_BSGK, v_BSGK, segments_BL, local, bias_HW)
+            y_BLHK = self._attend(q_BLHK, k_BSGK, v_BSGK, context)
         else:
-            cache = write_cache(cache, k_BSGK, v_BSGK, positions_BL)
-            y_BLHK = self._attend_to_cache(q_BLHK, positions_BL, cache, local, bias_HW)
+            cache = cache.write(k_BSGK, v_BSGK, context.positions_BL)
+            y_BLHK = self._attend_to_cache(q_BLHK, cache, context)
         y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 
-    def _positioned(
-        self,
-        q_BLHK: jax.Array,
-        k_BLGK: jax.Array,
-        positions_BL: jax.Array,
-        local: jax.Array | None,
-        length: int,
-        long_BL: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    def _positioned(self, q_BLHK: jax.Array, k_BLGK: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Queries and keys with their norms, their positions and the scale of the scores."""
-        config = self.config
+        config, cache = self.config, context.cache
         if self.query_norm is not None and self.key_norm is not None:
             q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if config.position == "rotary":
-            frequencies = model_frequencies(config, local, length=length, long_BL=long_BL)
+            length = q_BLHK.shape[1] if cache is None else cache.length
+            frequencies = model_frequencies(config, context.local, length=length)
             factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
-            q_BLHK = rotate(q_BLHK, positions_BL, frequencies, factor=factor)
-            k_BLGK = rotate(k_BLGK, positions_BL, frequencies, factor=factor)
+            q_BLHK = rotate(q_BLHK, context.positions_BL, frequencies, factor=factor)
+            k_BLGK = rotate(k_BLGK, context.positions_BL, frequencies, factor=factor)
         return self.scaled(q_BLHK), k_BLGK
 
     def scaled(self, q_BLHK: jax.Array) -> jax.Array:
@@ -181,120 +230,48 @@ class Attention(nnx.Module):
             return q_BLHK
         return (q_BLHK.astype(jnp.float32) * scale).astype(q_BLHK.dtype)
 
-    def _window(self, local: jax.Array | None, length: int) -> jax.Array | int | None:
-        """The window of this layer; one of `length` sees all."""
-        config = self.config
-        if local is None or config.local_layers is None:
-            return config.windows[0]
-        return jnp.where(local, config.local_layers.window, length)
-
-    def _attend_to_cache(
-        self,
-        q_BLHK: jax.Array,
-        positions_BL: jax.Array,
-        cache: LayerCache,
-        local: jax.Array | None,
-        bias_HW: jax.Array | None,
-    ) -> jax.Array:
+    def _attend_to_cache(self, q_BLHK: jax.Array, cache: LayerCache, context: Context) -> jax.Array:
         """Attend to the positions of a cache, at or before each query's own."""
-        if cache.ring_layer is not None:
-            if cache.layer is None:
-                return self._attend_to_ring(q_BLHK, positions_BL, cache)
-            assert local is not None
-            if isinstance(local, np.bool_):  # layers are written out
-                return (
-                    self._attend_to_ring(q_BLHK, positions_BL, cache)
-                    if local
-                    else self._attend_to_all(q_BLHK, positions_BL, cache, None, bias_HW)
-                )
-            return jax.lax.cond(
-                local,
-                lambda: self._attend_to_ring(q_BLHK, positions_BL, cache),
-                lambda: self._attend_to_all(q_BLHK, positions_BL, cache, None, bias_HW),
-            )
-        return self._attend_to_all(q_BLHK, positions_BL, cache, self._window(local, cache.length), bias_HW)
-
-    def _attend_to_ring(self, q_BLHK: jax.Array, positions_BL: jax.Array, cache: LayerCache) -> jax.Array:
-        """Attend to the positions of a window that its ring holds."""
-        size, window = cache.ring_size, max(window or 0 for window in self.config.windows)
-        assert q_BLHK.shape[1] <= size - window + 1, "a chunk that its ring has no room for"
-
-        def keys(first: jax.Array | int, count: int) -> CachedKeys:
-            # The last block begins where it is whole.
-            start = first if isinstance(first, int) else jnp.minimum(first, size - count)
-            places_S = start + jnp.arange(count)
-            (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
-                read_cache(cache, name, start=start, size=count, ring=True) for name in ("key", "value")
-            )
-            order_BS = ring_positions(positions_BL, places_S, size)
-            mask_BLS = attention_mask(positions_BL, order_BS, causal=True, window=window)
-            mask_BLS = mask_BLS & ((order_BS >= 0) & (places_S >= first))[:, None]
-            return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS)
-
-        softcap = self.config.attention_softcap
-        if size <= 2 * BLOCK or platform() in unrolled_on(q_BLHK.shape[1]):
-            return cached_attention(q_BLHK, keys(0, size), softcap=softcap)
-        # Until the ring is full its last blocks hold nothing.
-        last = jnp.minimum(jnp.max(jnp.where(positions_BL < NOWHERE, positions_BL, 0)), size - 1)
-        blocks = last // BLOCK + 1
-        return cached_attention_in_blocks(q_BLHK, lambda number: keys(number * BLOCK, BLOCK), blocks, softcap=softcap)
-
-    def _attend_to_all(
-        self,
-        q_BLHK: jax.Array,
-        positions_BL: jax.Array,
-        cache: LayerCache,
-        window: jax.Array | int | None,
-        bias_HW: jax.Array | None,
-    ) -> jax.Array:
-        """Attend to a cache of all positions, of which a window is seen."""
-        length = cache.length
+        config, positions_BL, length = self.config, context.positions_BL, cache.length
+        window: jax.Array | int | None = config.windows[0]
+        if context.local is not None and config.local_layers is not None:
+            window = jnp.where(context.local, config.local_layers.window, length)
 
         def keys(first: jax.Array | int, size: int) -> CachedKeys:
             # The last block begins where it is whole.
             start = first if isinstance(first, int) else jnp.minimum(first, length - size)
             order_S = start + jnp.arange(size)
             (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
-                read_cache(cache, name, start=start, size=size) for name in ("key", "value")
+                cache.read(name, start, size) for name in ("key", "value")
             )
-            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window) & (
-                order_S[None, None] >= first
-            )
-            bias_BHLS = None if bias_HW is None else bias_at(bias_HW, positions_BL, order_S)
+            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window)
+            mask_BLS &= order_S[None, None] >= first
+            bias_BHLS = None if context.bias_HW is None else bias_at(context.bias_HW, positions_BL, order_S)
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
 
-        softcap = self.config.attention_softcap
-        # Where layers are written out, a loop over blocks would copy each, and a GPU waits at every turn of a loop.
-        if length <= 2 * BLOCK or platform() in unrolled_on(q_BLHK.shape[1]):
+        softcap = config.attention_softcap
+        if length <= 2 * BLOCK:
             return cached_attention(q_BLHK, keys(0, length), softcap=softcap)
         # Rows beyond the cache are not in use: they do not make the others read all of it.
         last = jnp.max(jnp.where(positions_BL < length, positions_BL, 0))
         blocks = last // BLOCK + 1
         return cached_attention_in_blocks(q_BLHK, lambda number: keys(number * BLOCK, BLOCK), blocks, softcap=softcap)
 
-    def _attend(
-        self,
-        q_BLHK: jax.Array,
-        k_BLGK: jax.Array,
-        v_BLGK: jax.Array,
-        segments_BL: jax.Array | None,
-        local: jax.Array | None,
-        bias_HW: jax.Array | None,
-    ) -> jax.Array:
+    def _attend(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, context: Context) -> jax.Array:
         """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
         config = self.config
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
             form = AttentionForm(config.causal, window, config.attention_softcap)
-            return self_attention(q, k, v, segments_BL, form, bias_HW, implementation=config.attention)
+            return self_attention(q, k, v, context.segments_BL, form, context.bias_HW, implementation=config.attention)
 
-        if local is None or config.local_layers is None:
+        if context.local is None or config.local_layers is None:
             return attend(q_BLHK, k_BLGK, v_BLGK, config.windows[0])
         window, layout = config.local_layers.window, current_layout()
         # A ring of permutations may not stand in a branch; a window of all positions is no work for a ring.
         whole = q_BLHK.shape[1] if layout is not None and layout.degree("context") > 1 else None
         return jax.lax.cond(
-            local,
+            context.local,
             functools.partial(attend, window=window),
             functools.partial(attend, window=whole),
             q_BLHK,
@@ -308,15 +285,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         shapes = mlp_shapes(config)
-        init, init_out = normal(stddevs.up), normal(stddevs.down)
-        self.up = _linear(config, "up", shapes["up"], init, rngs)
-        self.gate = _linear(config, "gate", shapes["gate"], init, rngs) if "gate" in shapes else None
-        self.down = _linear(config, "down", shapes["down"], init_out, rngs)
+        self.up = _linear(config, "up", shapes["up"], stddevs.up, rngs)
+        self.gate = _linear(config, "gate", shapes["gate"], stddevs.up, rngs) if "gate" in shapes else None
+        self.down = _linear(config, "down", shapes["down"], stddevs.down, rngs)
         self.activation = config.activation
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         h_BLF = self.up(x_BLD)
-        h_BLF = activate(h_BLF, self.activation) if self.gate is None else self._gated(self.gate, x_BLD, h_BLF)
+        h_BLF = ACTIVATIONS[self.activation](h_BLF) if self.gate is None else self._gated(self.gate, x_BLD, h_BLF)
         h_BLF = checkpoint_name(constrain(h_BLF, "batch", "sequence", "activation_mlp"), "mlp_hidden")
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
@@ -329,19 +305,6 @@ class MLP(nnx.Module):
             # and computes the sigmoid again, where autodiff keeps six arrays: a fifth of all temporary memory.
             product = jax.checkpoint(product, prevent_cse=False)
         return product(gate(x_BLD), up_BLF)
-
-
-def activate(x: jax.Array, activation: str) -> jax.Array:
-    """Apply a nonlinearity without a gate."""
-    match activation:
-        case "gelu":
-            return gelu(x)
-        case "gelu_exact":
-            return jax.nn.gelu(x, approximate=False)
-        case "relu":
-            return jax.nn.relu(x)
-        case _:
-            raise AssertionError(f"{activation} has a gate")
 
 
 class Block(nnx.Module):
@@ -365,35 +328,19 @@ class Block(nnx.Module):
         return constrain(x_BLD, "batch", "sequence", "activation_embed")
 
     def __call__(
-        self,
-        x_BLD: jax.Array,
-        positions_BL: jax.Array,
-        segments_BL: jax.Array | None = None,
-        key: jax.Array | None = None,
-        cache: LayerCache | None = None,
-        local: jax.Array | None = None,
-        bias_HW: jax.Array | None = None,
+        self, x_BLD: jax.Array, context: Context, key: jax.Array | None = None
     ) -> tuple[jax.Array, Routing | None, LayerCache | None]:
         keys = (None, None) if key is None else jax.random.split(key)
-        attended_BLD, cache = self.attend(x_BLD, positions_BL, segments_BL, keys[0], cache, local, bias_HW)
+        attended_BLD, cache = self.attend(x_BLD, context, keys[0])
         mlp_input_BLD = x_BLD if self.form == "parallel" else attended_BLD
-        x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1], segments_BL)
+        x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1], context.segments_BL)
         return x_BLD, routing, cache
 
-    def attend(
-        self,
-        x_BLD: jax.Array,
-        positions_BL: jax.Array,
-        segments_BL: jax.Array | None,
-        key: jax.Array | None,
-        cache: LayerCache | None,
-        local: jax.Array | None = None,
-        bias_HW: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    def attend(self, x_BLD: jax.Array, context: Context, key: jax.Array | None) -> tuple[jax.Array, LayerCache | None]:
         """Add the output of attention to the residual stream."""
         with jax.named_scope("attention"):
             inner_BLD = self.inner(x_BLD if self.form == "post" else self.attention_norm(x_BLD))
-            y_BLD, cache = self.attention(inner_BLD, positions_BL, segments_BL, local, cache, bias_HW)
+            y_BLD, cache = self.attention(inner_BLD, context)
             x_BLD = self._added(x_BLD, y_BLD, key, self.attention_norm, self.attention_output_norm)
         return x_BLD, cache
 
@@ -407,11 +354,10 @@ class Block(nnx.Module):
         """Add the output of the MLP (or experts) to the residual stream; its input is another one beside attention."""
         with jax.named_scope("mlp"):
             inner_BLD = self.inner(mlp_input_BLD if self.form == "post" else self.mlp_norm(mlp_input_BLD))
-            routing: Routing | None = None
+            routing = None
             if isinstance(self.mlp, MoE):
-                real_BL = None if segments_BL is None else segments_BL != 0
-                y_BLD, loss_BL, load_E = self.mlp(inner_BLD, real_BL)
-                routing = Routing.of(loss_BL, load_E)
+                y_BLD, *routed = self.mlp(inner_BLD, None if segments_BL is None else segments_BL != 0)
+                routing = Routing.of(*routed)
             else:
                 y_BLD = self.mlp(inner_BLD)
             x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)

@@ -8,34 +8,24 @@ from jaxtrain.config import load_config
 from jaxtrain.config.model import CalledModel, ModelConfig
 from jaxtrain.config.schema import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, Rebuild, with_remat
+from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.images import resnet, vit
 from jaxtrain.models.shipped.mlp import mlp
+from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.remat.policy import Remat
 from jaxtrain.runtime.call import call_function, described
 
-# kind -> (config, input shape of a row, vocabulary, outputs, remat) -> model
-_BUILDERS: dict[str, Callable[[Any, tuple[int, ...], int | None, int | None, Remat], Model]] = {
-    "transformer": lambda config, shape, vocab, outputs, remat: transformer(
-        config, vocab_size=vocab, num_outputs=outputs, remat=remat
-    ),
-    "encoder_decoder": lambda config, shape, vocab, outputs, remat: encoder_decoder(
-        config, vocab_size=vocab, remat=remat
-    ),
-    "resnet": lambda config, shape, vocab, outputs, remat: resnet(
-        config, input_shape=shape, num_classes=outputs, remat=remat
-    ),
-    "vit": lambda config, shape, vocab, outputs, remat: vit(
-        config, input_shape=shape, num_classes=outputs, remat=remat
-    ),
-    "mlp": lambda config, shape, vocab, outputs, remat: mlp(config, input_shape=shape, num_outputs=outputs),
+# (config, input_shape=, vocab_size=, num_outputs=, remat=) -> model
+_BUILDERS: dict[str, Callable[..., Model]] = {
+    "transformer": transformer,
+    "encoder_decoder": encoder_decoder,
+    "resnet": resnet,
+    "vit": vit,
+    "mlp": mlp,
 }
-
-# Kinds made of the transformer's blocks, which have every tensor that `remat` may name.
-_OF_BLOCKS = ("transformer", "encoder_decoder", "vit")
-# Another kind of model -> the tensor that remat.offload may name.
+# Another kind of model than those of blocks -> the tensor that remat.offload may name.
 _OFFLOADED = {"resnet": BLOCK_INPUT}
 
 
@@ -54,7 +44,7 @@ def build_model(
         input_shape: shape of the inputs of one row, without the batch dim.
         vocab_size: vocabulary of the data, where it has one.
         num_outputs: classes or targets of the data, where it has them.
-        remat: what the backward pass keeps; None: everything, and of a model of your own (`call`) what it says itself.
+        remat: what the backward pass keeps; None: everything. A model of your own (`call`) applies what it says itself.
 
     Raises:
         ConfigError: a key or value of the mapping is wrong, neither the config nor the data gives a size, or the
@@ -67,28 +57,19 @@ def build_model(
     """
     if isinstance(config, Mapping):
         config = load_config({"model": config}).config.model
+    sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     if isinstance(config, CalledModel):
-        own = _called_model(config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs)
-        applied = own if remat is None else with_remat(own, remat)
-        if applied is None:
-            raise ConfigError(f"remat: the model of {config.call} takes no remat policy; let the function apply it")
-        return applied
-    given, remat = remat, remat or Remat()
+        return _called_model(config, sizes)
     known = _OFFLOADED.get(config.kind)
-    wrong = [name for name in remat.offload if config.kind not in _OF_BLOCKS and name != known]
+    wrong = [name for name in (remat or Remat()).offload if not isinstance(config, OF_BLOCKS) and name != known]
     if wrong:
         raise ConfigError(
             f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known or 'none'}"
         )
-    sizes: Any = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
-    model = _BUILDERS[config.kind](config, input_shape, vocab_size, num_outputs, remat)
-    if config.kind == "mlp":
-        return model  # it has no blocks to keep less of
-    again = Rebuild(model.apply, model.parts, lambda remat: build_model(config, **sizes, remat=remat))
-    return dataclasses.replace(model, remat=given, rebuild=again)
+    return dataclasses.replace(_BUILDERS[config.kind](config, **sizes, remat=remat), remat=remat)
 
 
-def _called_model(config: CalledModel, **sizes: Any) -> Model:
+def _called_model(config: CalledModel, sizes: Mapping[str, Any]) -> Model:
     """What the function of `model.call` returns; it gets the sizes of the data that its signature names."""
     made = call_function("model", config.call, config.args, offered=sizes)
     if isinstance(made, Model):

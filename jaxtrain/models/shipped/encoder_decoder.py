@@ -5,50 +5,49 @@ key-value heads, K head_dim, H query heads, V vocabulary, W distances of keys an
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
-from jaxtrain.models.from_nnx import from_dict, from_nnx
-from jaxtrain.models.initializers import normal
+from jaxtrain.models.from_nnx import from_dict, from_nnx, make_stack, scan_stack
+from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import dropout
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
-from jaxtrain.models.shipped.axes import model_axes
 from jaxtrain.models.shipped.block import (
-    INIT_STDDEV,
     RESIDUAL,
     Attention,
     Block,
+    Cache,
+    Context,
+    LayerCache,
     Stddevs,
     block_norm,
     fan_in_stddevs,
+    init_cache,
     relative_bias,
     relative_table,
     small_stddevs,
 )
-from jaxtrain.models.shipped.cache import Cache, LayerCache, unrolled_on
-from jaxtrain.models.shipped.cache import init_cache as make_cache
-from jaxtrain.models.shipped.shapes import size_of
+from jaxtrain.models.shipped.shapes import model_tensors, size_of
 from jaxtrain.models.shipped.transformer import check_entries
-from jaxtrain.models.stack import make_stack, scan_stack
 from jaxtrain.ops.attention.reference import attention
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
 
+Memory = tuple[jax.Array, jax.Array]  # keys and values of the encoder's output [B, S, G, K]
+
 
 class CrossAttention(Attention):
     """Attention of the decoder's positions to those of the encoder's output; it knows no distances."""
 
-    def memory(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def memory(self, memory_BSD: jax.Array) -> Memory:
         """Compute the keys and values [B, S, G, K] of the encoder's output."""
         heads = ("batch", "sequence", "activation_kv_heads", None)
         key, value = (constrain(layer(memory_BSD), *heads) for layer in (self.key, self.value))
@@ -71,39 +70,25 @@ class DecoderBlock(Block):
         self.cross_attention = CrossAttention(config, rngs, stddevs)
 
     def run(
-        self,
-        x_BTD: jax.Array,
-        *,
-        memory: tuple[jax.Array, jax.Array],
-        memory_mask_BTS: jax.Array,
-        positions_BT: jax.Array,
-        segments_BT: jax.Array | None,
-        key: jax.Array | None,
-        cache: LayerCache | None,
-        bias_HW: jax.Array | None,
+        self, x_BTD: jax.Array, context: Context, memory: Memory, mask_BTS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Apply the block; `memory` holds the keys and values of this layer [B, S, G, K]."""
+        """Apply the block; `memory` is of this layer, and the mask marks what each position sees of it."""
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
-        x_BTD, cache = self.attend(x_BTD, positions_BT, segments_BT, keys[0], cache, bias_HW=bias_HW)
+        x_BTD, cache = self.attend(x_BTD, context, keys[0])
         with jax.named_scope("cross_attention"):
             inner_BTD = self.inner(self.cross_attention_norm(x_BTD))
-            y_BTD = self.cross_attention.attend_to(inner_BTD, *memory, memory_mask_BTS)
+            y_BTD = self.cross_attention.attend_to(inner_BTD, *memory, mask_BTS)
             x_BTD = constrain(x_BTD + dropout(y_BTD, self.dropout, keys[1]), *RESIDUAL)
         x_BTD, _ = self.feed(x_BTD, x_BTD, keys[2])
         return x_BTD, cache
 
 
-class _Encoder(nnx.Module):
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
-        self.relative_positions = relative_table(config, rngs, stddevs.relative)
-        self.blocks = make_stack(lambda rngs: Block(config, rngs, stddevs), config.num_layers, rngs)
-        self.output_norm = block_norm(config)
+class _Side(nnx.Module):
+    """The encoder or the decoder: its blocks, their relative positions and the norm after them."""
 
-
-class _Decoder(nnx.Module):
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
+    def __init__(self, kind: type[Block], config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
         self.relative_positions = relative_table(config, rngs, stddevs.relative)
-        self.blocks = make_stack(lambda rngs: DecoderBlock(config, rngs, stddevs), config.num_layers, rngs)
+        self.blocks = make_stack(lambda rngs: kind(config, rngs, stddevs), config.num_layers, rngs)
         self.output_norm = block_norm(config)
 
 
@@ -116,8 +101,8 @@ class EncoderDecoder(nnx.Module):
         is_scaled = config.logits_scale is not None or not config.tie_embeddings
         shape, stddevs = (vocab_size, config.embed_dim), fan_in_stddevs if is_scaled else small_stddevs
         self.embedding = nnx.Param(normal(1.0 if is_scaled else INIT_STDDEV)(rngs.params(), shape, jnp.float32))
-        self.encoder = _Encoder(config.encoder_stack, rngs, stddevs(config.encoder_stack))
-        self.decoder = _Decoder(config.decoder_stack, rngs, stddevs(config.decoder_stack))
+        self.encoder = _Side(Block, config.encoder_stack, rngs, stddevs(config.encoder_stack))
+        self.decoder = _Side(DecoderBlock, config.decoder_stack, rngs, stddevs(config.decoder_stack))
         # Logits of an output layer of its own begin with a variance of 1 too (T5 1.1).
         init = normal(config.embed_dim**-0.5 / (config.logits_scale or 1.0))
         tied = config.tie_embeddings
@@ -131,44 +116,33 @@ class EncoderDecoder(nnx.Module):
 
     def encode(self, tokens_BS: jax.Array, segments_BS: jax.Array | None, key: jax.Array | None) -> jax.Array:
         """Apply the encoder: [B, S, D] in the compute dtype."""
-        config, positions_BS = self.config.encoder_stack, jnp.arange(tokens_BS.shape[1])[None]
-        bias_HW = relative_bias(self.encoder.relative_positions, config, tokens_BS.shape[1] - 1)
+        config, length = self.config.encoder_stack, tokens_BS.shape[1]
+        bias_HW = relative_bias(self.encoder.relative_positions, config, length - 1)
+        context, layers_key = Context(jnp.arange(length)[None], segments_BS, bias_HW=bias_HW), _fold(key, 1)
 
-        def call(block: Block, x_BSD: jax.Array, key: jax.Array | None, _: None) -> tuple[jax.Array, None]:
-            return block(x_BSD, positions_BS, segments_BS, key, bias_HW=bias_HW)[0], None
+        def call(block: Block, x_BSD: jax.Array, index: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return block(x_BSD, context, _fold(layers_key, index))[0], None
 
         with jax.named_scope("encoder"):
             x_BSD = self._embed(tokens_BS, _fold(key, 0))
-            blocks, key = self.encoder.blocks, _fold(key, 1)
-            x_BSD, _ = scan_stack(blocks, call, x_BSD, path="encoder/blocks", remat=self.remat, key=key)
+            x_BSD, _ = scan_stack(self.encoder.blocks, call, x_BSD, path="encoder/blocks", remat=self.remat)
             return Block.inner(self.encoder.output_norm(x_BSD))
 
-    def write(self, inputs: dict[str, jax.Array | None], memory_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def write(self, inputs: dict[str, jax.Array], memory_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """Apply the decoder to whole outputs that are known: [B, T, D], of which `head` makes logits."""
         tokens_BT, segments_BT = inputs["decoder_tokens"], inputs.get("decoder_segments")
-        assert tokens_BT is not None
         length = tokens_BT.shape[1]
-        positions_BT = jnp.arange(length)[None]
         mask_BTS = _memory_mask(inputs.get("segments"), segments_BT, length, memory_BSD.shape[1])
         bias_HW = relative_bias(self.decoder.relative_positions, self.config.decoder_stack, length - 1)
+        context, layers_key = Context(jnp.arange(length)[None], segments_BT, bias_HW=bias_HW), _fold(key, 3)
 
-        def call(block: DecoderBlock, x_BTD: jax.Array, key: jax.Array | None, _: None) -> tuple[jax.Array, None]:
-            x_BTD, _cache = block.run(
-                x_BTD,
-                memory=block.cross_attention.memory(memory_BSD),
-                memory_mask_BTS=mask_BTS,
-                positions_BT=positions_BT,
-                segments_BT=segments_BT,
-                key=key,
-                cache=None,
-                bias_HW=bias_HW,
-            )
-            return x_BTD, None
+        def call(block: DecoderBlock, x_BTD: jax.Array, index: jax.Array, _: None) -> tuple[jax.Array, None]:
+            memory = block.cross_attention.memory(memory_BSD)
+            return block.run(x_BTD, context, memory, mask_BTS, _fold(layers_key, index))[0], None
 
         with jax.named_scope("decoder"):
             x_BTD = self._embed(tokens_BT, _fold(key, 2))
-            blocks, key = self.decoder.blocks, _fold(key, 3)
-            return scan_stack(blocks, call, x_BTD, path="decoder/blocks", remat=self.remat, key=key)[0]
+            return scan_stack(self.decoder.blocks, call, x_BTD, path="decoder/blocks", remat=self.remat)[0]
 
     def head(self, x_BTD: jax.Array) -> DeferredLogits:
         """Apply the final norm; the logits [B, T, V] of the output layer are deferred."""
@@ -188,7 +162,7 @@ class EncoderDecoder(nnx.Module):
         segments_BS = (jnp.arange(tokens_BS.shape[1])[None] < lengths_B[:, None]).astype(jnp.int32)
         memory_BSD = self.encode(tokens_BS, segments_BS, None)
 
-        def call(block: DecoderBlock, carry: None, key: None, _: None) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def call(block: DecoderBlock, carry: None, index: jax.Array, _: None) -> tuple[None, Memory]:
             return carry, block.cross_attention.memory(memory_BSD)
 
         blocks = self.decoder.blocks
@@ -204,32 +178,21 @@ class EncoderDecoder(nnx.Module):
         mask_BTS = _memory_mask(cache["segments"], None, tokens_BT.shape[1], cache["segments"].shape[1])
         bias_HW = relative_bias(self.decoder.relative_positions, config, config.relative_max_distance)
 
-        def call(block: DecoderBlock, carry: Any, key: None, layer: Any) -> tuple[Any, None]:
-            (x_BTD, arrays), (index, memory) = carry, layer
-            x_BTD, own = block.run(
-                x_BTD,
-                memory=memory,
-                memory_mask_BTS=mask_BTS,
-                positions_BT=positions_BT,
-                segments_BT=None,
-                key=None,
-                cache=LayerCache(arrays, index),
-                bias_HW=bias_HW,
-            )
+        def call(block: DecoderBlock, carry: Any, index: jax.Array, memory: Memory) -> tuple[Any, None]:
+            x_BTD, arrays = carry
+            context = Context(positions_BT, bias_HW=bias_HW, cache=LayerCache(arrays, index))
+            x_BTD, own = block.run(x_BTD, context, memory, mask_BTS, None)
             assert own is not None
             return (x_BTD, own.arrays), None
 
         read = ("cross_key", "cross_value", "segments")  # what the encoder wrote stays as it is
         memory, written = (cache["cross_key"], cache["cross_value"]), {k: v for k, v in cache.items() if k not in read}
         blocks, carry = self.decoder.blocks, (self._embed(tokens_BT, None), written)
-        layers, unroll_on = (np.arange(config.num_layers, dtype=np.int32), memory), unrolled_on(tokens_BT.shape[1])
-        (x_BTD, written), _ = scan_stack(
-            blocks, call, carry, path="decoder/blocks", remat=Remat(), per_layer=layers, unroll_on=unroll_on
-        )
+        (x_BTD, written), _ = scan_stack(blocks, call, carry, path="decoder/blocks", remat=Remat(), per_layer=memory)
         return self.head(x_BTD).logits(), {**cache, **written}
 
 
-def _fold(key: jax.Array | None, number: int) -> jax.Array | None:
+def _fold(key: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, number)
 
 
@@ -247,17 +210,13 @@ def _memory_mask(
     return decoder_segments_BT[:, :, None] == segments_BS[:, None]
 
 
-def _read(inputs: Any, config: EncoderDecoderConfig) -> dict[str, jax.Array | None]:
-    """The inputs of a batch, checked."""
-    check_entries(inputs, "encoder_decoder", needs=("tokens", "decoder_tokens"), takes=("segments", "decoder_segments"))
-    longest = max(inputs["tokens"].shape[1], inputs["decoder_tokens"].shape[1])
-    if longest > config.max_sequence_length:
-        raise ConfigError(f"sequence length {longest} exceeds model.max_sequence_length={config.max_sequence_length}")
-    return inputs
-
-
 def encoder_decoder(
-    config: EncoderDecoderConfig, *, vocab_size: int | None = None, remat: Remat | None = None
+    config: EncoderDecoderConfig,
+    *,
+    input_shape: tuple[int, ...] = (),
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    remat: Remat | None = None,
 ) -> Model:
     """Make the encoder-decoder as a `Model`.
 
@@ -270,22 +229,17 @@ def encoder_decoder(
     def make(rngs: nnx.Rngs) -> EncoderDecoder:
         return EncoderDecoder(config, vocabulary, remat or Remat(), rngs)
 
-    def call(module: nnx.Module, inputs: Any, key: jax.Array | None, train: bool) -> DeferredLogits:
-        assert isinstance(module, EncoderDecoder)
-        entries, key = _read(inputs, config), key if train else None
-        tokens_BS = entries["tokens"]
-        assert tokens_BS is not None
-        memory_BSD = module.encode(tokens_BS, entries.get("segments"), key)
-        return module.head(module.write(entries, memory_BSD, key))
+    def call(module: Any, inputs: Any, key: jax.Array | None, train: bool) -> DeferredLogits:
+        takes = ("segments", "decoder_segments")
+        check_entries(inputs, "encoder_decoder", needs=("tokens", "decoder_tokens"), takes=takes)
+        key = key if train else None
+        memory_BSD = module.encode(inputs["tokens"], inputs.get("segments"), key)
+        return module.head(module.write(inputs, memory_BSD, key))
 
     graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    stack = config.decoder_stack
 
     def module(params: Params) -> EncoderDecoder:
         return nnx.merge(graph, from_dict(template, params))
-
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        return make_cache(stack.num_layers, batch, length, stack.kv_heads, stack.head_width, dtype)
 
     def encode(params: Params, tokens_BS: jax.Array, lengths_B: jax.Array, cache: Cache) -> Cache:
         return {**cache, **module(params).remember(tokens_BS, lengths_B)}
@@ -294,18 +248,18 @@ def encoder_decoder(
         logits, cache = module(params).decode(tokens_BT, positions_BT, cache)
         return logits.astype(jnp.float32), cache
 
-    name = config.size or "encoder_decoder"
+    make_cache = functools.partial(init_cache, config.decoder_stack)
     model = from_nnx(
         make,
-        axes=model_axes(config),
+        axes=model_tensors(config, vocab_size=vocabulary).axes,
         call=DrawsByRow(call),
-        name=name,
+        name=config.size or "encoder_decoder",
         gathers_itself=("encoder/blocks", "decoder/blocks"),
     )
     return dataclasses.replace(
         model,
         apply=DefersLogits(model.apply),
-        decoder=Decoder(init_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token),
+        decoder=Decoder(make_cache, decode, config.max_sequence_length, encode=encode, start_token=config.start_token),
         vocab_size=vocabulary,
         num_outputs=vocabulary,
     )

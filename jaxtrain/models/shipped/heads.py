@@ -11,38 +11,19 @@ from flax import nnx
 
 from jaxtrain.config.model import HeadConfig
 from jaxtrain.layout.sharding import constrain, row_numbers
-from jaxtrain.models.initializers import normal
-from jaxtrain.models.layers import Linear, Norm
+from jaxtrain.models.initializers import INIT_STDDEV, normal
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm
 from jaxtrain.models.shipped.shapes import head_shapes, size_of
-from jaxtrain.ops.elementwise import gelu
-
-_INIT_STDDEV = 0.02  # as the transformer's other kernels
-
-_ACTIVATIONS = {
-    "tanh": jnp.tanh,
-    "relu": jax.nn.relu,
-    "gelu": gelu,
-    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
-}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadInputs:
-    """What a head needs beside the residual stream.
-
-    It travels with the residual stream from the embedding to the head, because the head of a pipeline sees neither
-    the inputs nor a key; all of it is floats for the same reason.
-    """
+    """What travels beside the residual stream to a head, which sees neither inputs nor a key in a pipeline: floats."""
 
     # weight of each token in the mean that stands for its text, float32; None: the first token does.
     pooling_BL: jax.Array | None = None
     seed_B2: jax.Array | None = None  # two 16-bit integers per row that dropout draws from, float32; None: no dropout
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the head needs nothing."""
-        return self.pooling_BL is None and self.seed_B2 is None
 
 
 def head_inputs(
@@ -99,14 +80,14 @@ class MaskedLanguageModelHead(nnx.Module):
     """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias."""
 
     def __init__(self, head: HeadConfig, width: int, vocab_size: int, *, norm: str, epsilon: float, rngs: nnx.Rngs):
-        shape, init = head_shapes(head, width, None)["dense"], normal(_INIT_STDDEV)
+        shape, init = head_shapes(head, width, None)["dense"], normal(INIT_STDDEV)
         self.dense = Linear(
             shape.inputs, shape.outputs, bias=head.bias, initializer=init, rngs=rngs, low_precision=False
         )
         self.norm = Norm(width, kind=norm, bias=head.bias, epsilon=epsilon)
         self.bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if head.bias else None
         assert head.hidden is not None
-        self.activation = _ACTIVATIONS[head.hidden]
+        self.activation = ACTIVATIONS[head.hidden]
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Compute what the output layer takes: [B, L, D]."""
@@ -117,7 +98,7 @@ class PooledHead(nnx.Module):
     """Labels or numbers per text or per token, or an embedding of the text."""
 
     def __init__(self, head: HeadConfig, width: int, num_labels: int | None, rngs: nnx.Rngs):
-        shapes, init = head_shapes(head, width, num_labels), normal(_INIT_STDDEV)
+        shapes, init = head_shapes(head, width, num_labels), normal(INIT_STDDEV)
 
         def layer(name: str) -> Linear | None:
             if name not in shapes:
@@ -133,7 +114,7 @@ class PooledHead(nnx.Module):
         y = pool(x_BLD, needs.pooling_BL) if self.head.is_pooled else x_BLD
         if self.hidden is not None:
             assert self.head.hidden is not None
-            y = _ACTIVATIONS[self.head.hidden](self.hidden(y))
+            y = ACTIVATIONS[self.head.hidden](self.hidden(y))
         y = _dropout(y, self.head.dropout, needs.seed_B2)
         if self.output is not None:
             y = self.output(y)

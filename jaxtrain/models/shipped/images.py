@@ -17,24 +17,22 @@ from flax import nnx
 
 from jaxtrain.config.model import ResNetConfig, ViTConfig, image_sizes
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import constrain
-from jaxtrain.models.from_nnx import from_nnx
-from jaxtrain.models.initializers import fan_in_normal, normal
+from jaxtrain.models.from_nnx import from_nnx, from_stages, make_stack, scan_stack
+from jaxtrain.models.initializers import INIT_STDDEV, fan_in_normal, normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
-from jaxtrain.models.shipped.axes import RESNET, model_axes
-from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm
+from jaxtrain.models.shipped.block import RESIDUAL, Block, Context, block_norm
 from jaxtrain.models.shipped.heads import HeadInputs, PooledHead, head_inputs
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     ResidualBlockShape,
+    model_tensors,
     patch_shape,
     resnet_stages,
     size_of,
     stem_shape,
 )
-from jaxtrain.models.stack import from_stages, make_stack, scan_stack
 from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.images import batch_norm, convolve, max_pool, normalise, normalise_and_convolve
 from jaxtrain.remat.policy import Remat
@@ -48,8 +46,7 @@ class Conv(nnx.Module):
     """A convolution without bias and with 'same' padding."""
 
     def __init__(self, shape: ConvShape, *, rngs: nnx.Rngs):
-        init = fan_in_normal(2.0)
-        self.kernel = nnx.Param(init(rngs.params(), shape.kernel, jnp.float32))
+        self.kernel = nnx.Param(fan_in_normal(2.0)(rngs.params(), shape.kernel, jnp.float32))
         self.stride = shape.stride
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -57,17 +54,13 @@ class Conv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """Batch norm: each channel is normalised by its mean and variance over the global batch, in float32.
+    """Batch norm: each channel is normalised by its mean and variance over the global batch, in float32."""
 
-    The step is traced over global arrays, so that the means are over all devices on every mesh.
-    """
-
-    def __init__(self, channels: int, *, momentum: float, zero_scale: bool = False):
+    def __init__(self, channels: int, *, zero_scale: bool = False):
         self.scale = nnx.Param(jnp.full((channels,), 0.0 if zero_scale else 1.0, jnp.float32))
         self.bias = nnx.Param(jnp.zeros((channels,), jnp.float32))
         self.mean = nnx.BatchStat(jnp.zeros((channels,), jnp.float32))
         self.variance = nnx.BatchStat(jnp.ones((channels,), jnp.float32))
-        self.momentum = momentum
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
         scale, bias = self._scale_and_bias()
@@ -91,23 +84,21 @@ class BatchNorm(nnx.Module):
 
     def _update(self, mean: jax.Array, variance: jax.Array, count: int) -> None:
         unbiased = variance * (count / max(count - 1, 1))
-        self.mean[...] = self.momentum * self.mean[...] + (1 - self.momentum) * mean
-        self.variance[...] = self.momentum * self.variance[...] + (1 - self.momentum) * unbiased
+        self.mean[...] = _NORM_MOMENTUM * self.mean[...] + (1 - _NORM_MOMENTUM) * mean
+        self.variance[...] = _NORM_MOMENTUM * self.variance[...] + (1 - _NORM_MOMENTUM) * unbiased
 
 
 class ResidualBlock(nnx.Module):
     """Two 3x3 convolutions, or 1x1, 3x3 and 1x1 ones (bottleneck), whose output is added to a shortcut."""
 
-    def __init__(self, shape: ResidualBlockShape, *, momentum: float, rngs: nnx.Rngs):
+    def __init__(self, shape: ResidualBlockShape, *, rngs: nnx.Rngs):
         self.convs, self.norms = nnx.List([]), nnx.List([])
         for conv in shape.convs:
             self.convs.append(Conv(conv, rngs=rngs))
             # A block starts as the identity (Goyal et al. 2017, section 5.1).
-            last = conv is shape.convs[-1]
-            self.norms.append(BatchNorm(conv.outputs, momentum=momentum, zero_scale=last))
+            self.norms.append(BatchNorm(conv.outputs, zero_scale=conv is shape.convs[-1]))
         self.shortcut = None if shape.shortcut is None else Conv(shape.shortcut, rngs=rngs)
-        norm = None if shape.shortcut is None else BatchNorm(shape.shortcut.outputs, momentum=momentum)
-        self.shortcut_norm = norm
+        self.shortcut_norm = None if shape.shortcut is None else BatchNorm(shape.shortcut.outputs)
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
         y = self.convs[0](x_BHWC)
@@ -126,24 +117,24 @@ class ResNet(nnx.Module):
     """
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, remat: Remat, rngs: nnx.Rngs):
-        momentum, stages = _NORM_MOMENTUM, resnet_stages(config)
+        stages = resnet_stages(config)
         self.stem = Conv(stem_shape(config, channels), rngs=rngs)
-        self.stem_norm = BatchNorm(config.width, momentum=momentum)
+        self.stem_norm = BatchNorm(config.width)
         for number, stage in enumerate(stages):
-            setattr(self, f"stage{number}_first", ResidualBlock(stage.first, momentum=momentum, rngs=rngs))
+            setattr(self, f"stage{number}_first", ResidualBlock(stage.first, rngs=rngs))
             if stage.num_rest:
 
                 def make(rngs: nnx.Rngs, shape: ResidualBlockShape = stage.rest) -> ResidualBlock:
-                    return ResidualBlock(shape, momentum=momentum, rngs=rngs)
+                    return ResidualBlock(shape, rngs=rngs)
 
                 setattr(self, f"stage{number}_rest", make_stack(make, stage.num_rest, rngs))
-        init = fan_in_normal(1.0)
-        self.head_kernel = nnx.Param(init(rngs.params(), (stages[-1].outputs, num_classes), jnp.float32))
+        shape = (stages[-1].outputs, num_classes)
+        self.head_kernel = nnx.Param(fan_in_normal(1.0)(rngs.params(), shape, jnp.float32))
         self.head_bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32))
         self.config, self.remat = config, remat
 
     def __call__(self, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-        def call(block: ResidualBlock, x: jax.Array, key: None, extra: None) -> tuple[jax.Array, None]:
+        def call(block: ResidualBlock, x: jax.Array, index: jax.Array, _: None) -> tuple[jax.Array, None]:
             return block(x, train=train), None
 
         x = constrain(x_BHWC, *_BATCH)
@@ -166,23 +157,24 @@ def resnet(
     config: ResNetConfig,
     *,
     input_shape: tuple[int, ...],
-    num_classes: int | None = None,
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
     """Make a ResNet as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
-    classes = size_of("num_classes", config.num_classes, num_classes)
+    classes = size_of("num_classes", config.num_classes, num_outputs)
     if len(input_shape) != 3:
         raise ConfigError(f"model.kind=resnet takes images, but a row of the data has shape {input_shape}")
 
     def make(rngs: nnx.Rngs) -> ResNet:
         return ResNet(config, input_shape[-1], classes, remat or Remat(), rngs)
 
-    def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
-        assert isinstance(module, ResNet)
+    def call(module: Any, inputs: Any, key: Any, train: bool) -> jax.Array:
         return module(inputs, train=train)
 
     rest = tuple(f"stage{stage}_rest" for stage in range(len(config.stage_blocks)))
-    model = from_nnx(make, axes=FamilyTable(RESNET), call=call, name=config.size or "resnet", gathers_itself=rest)
+    axes = model_tensors(config, input_shape=input_shape, num_outputs=classes).axes
+    model = from_nnx(make, axes=axes, call=call, name=config.size or "resnet", gathers_itself=rest)
     return dataclasses.replace(model, num_outputs=classes, convolutional=True)
 
 
@@ -228,34 +220,29 @@ def vit(
     config: ViTConfig,
     *,
     input_shape: tuple[int, ...],
-    num_classes: int | None = None,
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
     remat: Remat | None = None,
 ) -> Model:
     """Make a vision transformer as a `Model`, which maps float images [B, H, W, C] to logits [B, num_classes]."""
-    classes = size_of("num_classes", config.num_classes, num_classes)
+    classes = size_of("num_classes", config.num_classes, num_outputs)
     image_size, channels = image_sizes(config, input_shape)
     blocks = config.blocks(image_size)
 
     def make(rngs: nnx.Rngs) -> ViT:
         return ViT(config, image_size, channels, classes, rngs)
 
-    def embed(module: ViT, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
-        return module.embed(inputs, key if train else None)
-
     def block(block: Block, x_BLD: Any, inputs: Any, key: jax.Array | None, train: bool) -> jax.Array:
         positions_BL = jnp.arange(blocks.max_sequence_length)[None]
-        return block(x_BLD, positions_BL, None, key if train else None)[0]
-
-    def head(module: ViT, x_BLD: Any, train: bool) -> jax.Array:
-        return module.logits(x_BLD)
+        return block(x_BLD, Context(positions_BL), key if train else None)[0]
 
     built = from_stages(
         make,
         stack="blocks",
-        embed=DrawsByRow(embed),
+        embed=DrawsByRow(lambda module, inputs, key, train: module.embed(inputs, key if train else None)),
         block=DrawsByRow(block),
-        head=head,
-        axes=model_axes(config),
+        head=lambda module, x_BLD, train: module.logits(x_BLD),
+        axes=model_tensors(config, input_shape=input_shape, num_outputs=classes).axes,
         remat=remat,
         name=config.size or "vit",
     )

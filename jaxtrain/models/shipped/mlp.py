@@ -5,6 +5,7 @@ Shapes: B batch, I input features, O output features.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,10 @@ from jaxtrain.config.model import MLPConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.initializers import fan_in_normal
-from jaxtrain.models.layers import Linear, dropout
+from jaxtrain.models.layers import ACTIVATIONS, Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
-from jaxtrain.models.shipped.axes import mlp_axes
-from jaxtrain.models.shipped.shapes import dense_layers, size_of
-from jaxtrain.ops.elementwise import gelu
-
-_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu}
+from jaxtrain.models.shipped.shapes import dense_layers, model_tensors, size_of
+from jaxtrain.remat.policy import Remat
 
 
 class MLP(nnx.Module):
@@ -38,13 +36,20 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, *, key: jax.Array | None) -> jax.Array:
         x_BI = x.reshape(x.shape[0], -1)
         for index, layer in enumerate(self.layers):
-            x_BI = _ACTIVATIONS[self.config.activation](layer(x_BI))
+            x_BI = ACTIVATIONS[self.config.activation](layer(x_BI))
             x_BI = dropout(x_BI, self.config.dropout, None if key is None else jax.random.fold_in(key, index))
         return self.output(x_BI)
 
 
-def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | None = None) -> Model:
-    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]."""
+def mlp(
+    config: MLPConfig,
+    *,
+    input_shape: tuple[int, ...],
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
+    remat: Remat | None = None,
+) -> Model:
+    """Make an MLP as a `Model`, which maps float inputs [B, ...] to outputs [B, O]; `remat` means nothing."""
     outputs, scale = size_of("num_outputs", config.num_outputs, num_outputs), config.output_scale
     if scale is not None:
         for name, numbers in (("mean", scale.mean), ("deviation", scale.deviation)):
@@ -56,8 +61,7 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
     def make(rngs: nnx.Rngs) -> MLP:
         return MLP(config, math.prod(input_shape), outputs, rngs)
 
-    def call(module: nnx.Module, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
-        assert isinstance(module, MLP)
+    def call(module: Any, inputs: jax.Array, key: jax.Array | None, train: bool) -> jax.Array:
         if jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ConfigError(
                 "model.kind=mlp takes floats, but the data gives integers (token ids); set model.kind=transformer"
@@ -68,5 +72,6 @@ def mlp(config: MLPConfig, *, input_shape: tuple[int, ...], num_outputs: int | N
         mean_O, deviation_O = (jnp.asarray(numbers, jnp.float32) for numbers in (scale.mean, scale.deviation))
         return mean_O + deviation_O * outputs_BO.astype(jnp.float32)
 
-    model = from_nnx(make, axes=mlp_axes(len(config.hidden_dims)), call=DrawsByRow(call), name="mlp")
+    axes = dict(model_tensors(config, input_shape=input_shape, num_outputs=outputs).axes)
+    model = from_nnx(make, axes=axes, call=DrawsByRow(call), name="mlp")
     return dataclasses.replace(model, num_outputs=outputs)

@@ -13,31 +13,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, sum_over_shards
-from jaxtrain.models.initializers import Initializer, normal
+from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.experts.compute import Kernels, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
-
-_INIT_STDDEV = 0.02  # as the transformer's other kernels
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Losses and loads of the routers, summed over layers; padding counts in none of them.
+    """Losses and loads of the routers, summed over layers; padding counts in none of them."""
 
-    Attributes:
-        loss_BL: auxiliary loss of each token, float32.
-        busiest: share of the routed slots that the busiest expert got, times the number of experts, float32 []; it is
-            1 where all experts get equally many.
-        unused: share of the experts that got no token, float32 [].
-        tokens: number of the tokens that are routed over all devices, float32 []; of one layer, as all have the same.
-    """
-
-    loss_BL: jax.Array
+    loss_BL: jax.Array  # auxiliary loss of each token, float32
+    # Share of the routed slots that the busiest expert got, times the number of experts: 1 where all get equally many.
     busiest: jax.Array
-    unused: jax.Array
-    tokens: jax.Array
+    unused: jax.Array  # share of the experts that got no token
+    tokens: jax.Array  # tokens that are routed over all devices, float32 []; of one layer, as all have the same
 
     @staticmethod
     def none(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> "Routing":
@@ -48,20 +39,12 @@ class Routing:
 
     @staticmethod
     def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
-        """The value of one layer, from losses of tokens and the share of the routed slots of each expert."""
+        """The value of one layer."""
         busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
         return Routing(loss_BL, busiest, unused, jnp.float32(0))
 
-    def plus(self, other: "Routing") -> "Routing":
-        return jax.tree.map(jnp.add, self, other)
-
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
-        """Return what the model gives its task besides the logits.
-
-        Returns:
-            `expert_busiest` and `experts_unused`, float32 [], means over the layers; in training also `router_loss`
-            [B, L], the sum over the layers, and `router_tokens` float32 [], the number of tokens that it is of.
-        """
+        """What the model gives its task besides the logits: means over the layers, and in training the summed loss."""
         means = {"expert_busiest": self.busiest / num_layers, "experts_unused": self.unused / num_layers}
         return {"router_loss": self.loss_BL, "router_tokens": self.tokens, **means} if train else means
 
@@ -69,8 +52,8 @@ class Routing:
 class Kernel(nnx.Module):
     """A module of one parameter, `kernel`."""
 
-    def __init__(self, shape: tuple[int, ...], *, initializer: Initializer, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(initializer(rngs.params(), shape, jnp.float32))
+    def __init__(self, shape: tuple[int, ...], *, stddev: float, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(normal(stddev)(rngs.params(), shape, jnp.float32))
 
 
 class MoE(nnx.Module):
@@ -80,24 +63,18 @@ class MoE(nnx.Module):
         assert config.experts is not None
         self.config = config.experts
         experts, shapes = config.experts.num_experts, mlp_shapes(config)
-        init = normal(_INIT_STDDEV)
-        init_out = normal(_INIT_STDDEV / math.sqrt(2 * config.num_layers))
-
-        def make(name: str, initializer: Initializer) -> Kernel:
-            return Kernel((experts, *shapes[name].kernel), initializer=initializer, rngs=rngs)
-
-        self.router = Kernel(router_shape(config).kernel, initializer=init, rngs=rngs)
-        self.up = make("up", init)
-        self.gate = make("gate", init) if "gate" in shapes else None
-        self.down = make("down", init_out)
+        self.router = Kernel(router_shape(config).kernel, stddev=INIT_STDDEV, rngs=rngs)
+        self.up = Kernel((experts, *shapes["up"].kernel), stddev=INIT_STDDEV, rngs=rngs)
+        gated = "gate" in shapes
+        self.gate = Kernel((experts, *shapes["gate"].kernel), stddev=INIT_STDDEV, rngs=rngs) if gated else None
+        stddev_out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+        self.down = Kernel((experts, *shapes["down"].kernel), stddev=stddev_out, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Route each token to its experts and add their outputs, weighted by the router.
+        """Route each token to its experts and add their outputs, weighted by the router; `real_BL`: no padding.
 
-        Returns:
-            The output [B, L, D] in the dtype of x; the router's loss of each token, float32 [B, L], 0 for padding, to
-            be averaged over the others; and the share of routed slots of each expert over the global batch, float32
-            [E], without a gradient.
+        Also gives the router's loss of each token, float32 [B, L], 0 for padding, and the share of the routed slots of
+        each expert over the global batch, float32 [E], without a gradient.
         """
         config = self.config
         with jax.named_scope("router"):

@@ -1,16 +1,16 @@
-"""Shapes of the parts of the shipped models, and of all their parameters. No jax here: the planner reads them too.
+"""Shapes and logical axes of the parameters of the shipped models, and their structure. No jax here: the planner asks.
 
-The models build their layers from the shapes of the parts; `model_tensors` puts the same parts together under the
-paths that the models give them, which `tests/plan/test_parameters.py` holds to what the models create.
+`model_tensors` puts the shapes of the parts, of which models build their layers, together under the models' paths;
+`tests/plan/test_parameters.py` holds them to what the models create.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxtrain.config.model import (
     GATED,
-    CalledModel,
     EncoderDecoderConfig,
     HeadConfig,
     MLPConfig,
@@ -21,8 +21,12 @@ from jaxtrain.config.model import (
     image_sizes,
 )
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.rules import FamilyTable
 
 Shapes = dict[str, tuple[int, ...]]
+Names = tuple[str | None, ...]
+# path -> shape and logical axes of a parameter; None: sharded by the default rule
+Rows = dict[str, tuple[tuple[int, ...], Names | None]]
 
 
 def size_of(key: str, *sizes: int | None) -> int:
@@ -35,10 +39,11 @@ def size_of(key: str, *sizes: int | None) -> int:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Dims of a kernel: those of the input that it sums over, and those of the output."""
+    """Dims of a kernel: those of the input that it sums over, those of the output, and the logical axes of both."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    axes: Names
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -84,7 +89,8 @@ class Tensors:
     """What a model holds."""
 
     params: Shapes  # path -> shape
-    model_state: Shapes  # path -> shape, float32 (batch statistics)
+    axes: FamilyTable  # path -> logical axes; one that is left out is sharded by the default rule
+    model_state: Shapes = field(default_factory=dict)  # path -> shape, float32 (batch statistics)
     stack: str | None = None  # top-level path of the layers that are stacked, for a model that can be pipelined
     sides: tuple[str, ...] = ()  # paths of the stacks of a model that has several, one after the other
 
@@ -104,18 +110,19 @@ def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     width = (config.embed_dim,)
     queries, keys = (config.num_heads, config.head_width), (config.kv_heads, config.head_width)
     return {
-        "query": LinearShape(width, queries),
-        "key": LinearShape(width, keys),
-        "value": LinearShape(width, keys),
-        "output": LinearShape(queries, width),
+        "query": LinearShape(width, queries, ("embed", "heads", "head_dim")),
+        "key": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
+        "value": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
+        "output": LinearShape(queries, width, ("heads", "head_dim", "embed")),
     }
 
 
 def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     """The linear layers of a block's MLP, or of one of its experts, by name."""
     width, hidden = (config.embed_dim,), (config.mlp_width,)
-    gate = {"gate": LinearShape(width, hidden)} if config.activation in GATED else {}
-    return {"up": LinearShape(width, hidden), **gate, "down": LinearShape(hidden, width)}
+    up = LinearShape(width, hidden, ("embed", "mlp"))
+    gate = {"gate": up} if config.activation in GATED else {}
+    return {"up": up, **gate, "down": LinearShape(hidden, width, ("mlp", "embed"))}
 
 
 def has_bias(config: TransformerConfig, name: str) -> bool:
@@ -126,38 +133,22 @@ def has_bias(config: TransformerConfig, name: str) -> bool:
 def router_shape(config: TransformerConfig) -> LinearShape:
     """The router of a model with experts."""
     assert config.experts is not None
-    return LinearShape((config.embed_dim,), (config.experts.num_experts,))
+    return LinearShape((config.embed_dim,), (config.experts.num_experts,), ("embed", None))
 
 
 def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[str, LinearShape]:
     """The linear layers of a head, by name."""
-    square = LinearShape((width,), (width,))
+    square = LinearShape((width,), (width,), ("embed", None))
     if head.kind == "masked_language_model":
         return {"dense": square}
     hidden = {} if head.hidden is None else {"hidden": square}
-    return hidden | ({} if num_labels is None else {"output": LinearShape((width,), (num_labels,))})
-
-
-def head_tensors(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Shapes:
-    """The parameters of a head, by path."""
-    shapes: Shapes = {}
-    for name, one in head_shapes(head, width, num_labels).items():
-        shapes[f"head/{name}/kernel"] = one.kernel
-        if head.bias:
-            shapes[f"head/{name}/bias"] = one.outputs
-    if head.kind == "masked_language_model":
-        assert vocab_size is not None
-        shapes["head/norm/scale"] = (width,)
-        if head.bias:
-            shapes["head/bias"] = (vocab_size,)
-            if norm == "layernorm":
-                shapes["head/norm/bias"] = (width,)
-    return shapes
+    output = {} if num_labels is None else {"output": LinearShape((width,), (num_labels,), ("embed", None))}
+    return hidden | output
 
 
 def patch_shape(config: ViTConfig, channels: int) -> LinearShape:
     """The layer that maps a patch of an image with so many channels to the residual stream."""
-    return LinearShape((config.patch_size**2 * channels,), (config.embed_dim,))
+    return LinearShape((config.patch_size**2 * channels,), (config.embed_dim,), (None, "embed"))
 
 
 def stem_shape(config: ResNetConfig, channels: int) -> ConvShape:
@@ -180,11 +171,7 @@ def resnet_stages(config: ResNetConfig) -> list[ResNetStage]:
 
 def _residual_block(config: ResNetConfig, inputs: int, width: int, outputs: int, stride: int) -> ResidualBlockShape:
     if config.bottleneck:  # the stride in the 3x3, as in torchvision
-        convs = (
-            ConvShape(1, inputs, width),
-            ConvShape(3, width, width, stride),
-            ConvShape(1, width, outputs),
-        )
+        convs = (ConvShape(1, inputs, width), ConvShape(3, width, width, stride), ConvShape(1, width, outputs))
     else:
         convs = (ConvShape(3, inputs, width, stride), ConvShape(3, width, outputs))
     same = inputs == outputs and stride == 1
@@ -192,142 +179,183 @@ def _residual_block(config: ResNetConfig, inputs: int, width: int, outputs: int,
 
 
 def dense_layers(config: MLPConfig, num_inputs: int, num_outputs: int) -> dict[str, LinearShape]:
-    """The linear layers of a multilayer perceptron by path, the output last."""
-    widths = (num_inputs, *config.hidden_dims, num_outputs)
-    paths = [*(f"layers/{number}" for number in range(len(config.hidden_dims))), "output"]
-    pairs = zip(paths, itertools.pairwise(widths), strict=True)
-    return {path: LinearShape((inputs,), (outputs,)) for path, (inputs, outputs) in pairs}
+    """The linear layers of a multilayer perceptron by path, the output last.
+
+    Over `tensor`, layers alternate between sharded outputs and sharded inputs (Shoeybi et al. 2019).
+    """
+    layers = {}
+    for number, (inputs, outputs) in enumerate(itertools.pairwise((num_inputs, *config.hidden_dims))):
+        axes = ("embed", "mlp") if number % 2 == 0 else ("mlp", "embed")
+        layers[f"layers/{number}"] = LinearShape((inputs,), (outputs,), axes)
+    last = (num_inputs, *config.hidden_dims)[-1]
+    return layers | {"output": LinearShape((last,), (num_outputs,), ("embed", None))}
 
 
 def model_tensors(
-    config: ModelConfig, *, input_shape: tuple[int, ...], vocab_size: int | None, num_outputs: int | None
+    config: ModelConfig,
+    *,
+    input_shape: tuple[int, ...] = (),
+    vocab_size: int | None = None,
+    num_outputs: int | None = None,
 ) -> Tensors:
     """The tensors of the model that a config describes."""
     match config:
         case TransformerConfig():
             assert vocab_size is not None
-            return Tensors(_transformer(config, vocab_size, num_outputs), {}, "blocks")
+            return _tensors(_transformer(config, vocab_size, num_outputs), stack="blocks")
         case EncoderDecoderConfig():
             assert vocab_size is not None
-            return Tensors(_encoder_decoder(config, vocab_size), {}, sides=("encoder/blocks", "decoder/blocks"))
+            return _tensors(_encoder_decoder(config, vocab_size), sides=("encoder/blocks", "decoder/blocks"))
         case ResNetConfig():
             assert num_outputs is not None
             return _resnet(config, input_shape[-1], num_outputs)
         case ViTConfig():
             num_classes = config.num_classes or num_outputs
             assert num_classes is not None
-            return Tensors(_vit(config, input_shape, num_classes), {}, "blocks")
-        case MLPConfig():
+            return _tensors(_vit(config, input_shape, num_classes), stack="blocks")
+        case _:
+            assert isinstance(config, MLPConfig)
             assert num_outputs is not None
-            layers = dense_layers(config, math.prod(input_shape), num_outputs)
-            return Tensors(_with_biases(layers), {})
-        case CalledModel():
-            raise AssertionError("the tensors of a model of the user's own are known from its init")
+            rows: Rows = {}
+            for path, one in dense_layers(config, math.prod(input_shape), num_outputs).items():
+                rows |= _linear(path, one)
+            return _tensors(rows)
 
 
-def _with_biases(layers: dict[str, LinearShape]) -> Shapes:
-    shapes: Shapes = {}
-    for path, one in layers.items():
-        shapes |= {f"{path}/kernel": one.kernel, f"{path}/bias": one.outputs}
-    return shapes
+def _tensors(rows: Rows, **more: Any) -> Tensors:
+    axes = FamilyTable({path: names for path, (_, names) in rows.items() if names is not None})
+    return Tensors({path: shape for path, (shape, _) in rows.items()}, axes, **more)
 
 
-def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | None) -> Shapes:
-    layers, width = config.num_layers, config.embed_dim
+def _linear(path: str, one: LinearShape, *, bias: bool = True, layers: int | None = None) -> Rows:
+    """Kernel and bias of a linear layer, alone or stacked."""
+    lead, name = ((), ()) if layers is None else ((layers,), ("layers",))
+    rows: Rows = {f"{path}/kernel": ((*lead, *one.kernel), (*name, *one.axes))}
+    if bias:
+        rows[f"{path}/bias"] = ((*lead, *one.outputs), (*name, *one.axes[len(one.inputs) :]))
+    return rows
 
-    def norm(path: str, *lead: int, dim: int = width, bias: bool = config.bias is True) -> Shapes:
-        bias = bias and config.norm == "layernorm"
-        return {f"{path}/{name}": (*lead, dim) for name in (["bias"] if bias else []) + ["scale"]}
 
-    def linear(path: str, name: str, shape: LinearShape, *lead: int) -> Shapes:
-        shapes: Shapes = {f"{path}/{name}/kernel": (layers, *lead, *shape.kernel)}
-        return shapes | ({f"{path}/{name}/bias": (layers, *shape.outputs)} if has_bias(config, name) else {})
+def _norm(path: str, config: TransformerConfig, *, layers: int | None = None) -> Rows:
+    """Scale and bias of a norm of the residual stream."""
+    names = ("bias", "scale") if config.bias is True and config.norm == "layernorm" else ("scale",)
+    row = ((config.embed_dim,), ("embed",)) if layers is None else ((layers, config.embed_dim), ("layers", "embed"))
+    return {f"{path}/{name}": row for name in names}
 
-    shapes: Shapes = {"embedding": (vocab_size, width)}
-    if config.position == "learned":
-        shapes["positions"] = (config.max_sequence_length + config.position_offset, width)
-    if config.token_types:
-        shapes["token_types"] = (config.token_types, width)
+
+def _stack(config: TransformerConfig) -> Rows:
+    """A stack of blocks, its relative positions and the norm after it."""
+    layers, rows = config.num_layers, Rows()
     if config.position == "relative":
-        shapes["relative_positions"] = (config.relative_buckets, config.num_heads)
-    if config.embedding_norm:
-        shapes |= norm("embedding_norm")
-    shapes |= norm("blocks/attention_norm", layers) | norm("blocks/mlp_norm", layers)
-    if config.block == "sandwich":
-        shapes |= norm("blocks/attention_output_norm", layers) | norm("blocks/mlp_output_norm", layers)
+        rows["relative_positions"] = ((config.relative_buckets, config.num_heads), (None, "heads"))
+    norms = ["attention_norm", "mlp_norm"]
+    norms += ["attention_output_norm", "mlp_output_norm"] if config.block == "sandwich" else []
+    for name in norms:
+        rows |= _norm(f"blocks/{name}", config, layers=layers)
     if config.qk_norm:
         for name in ("query_norm", "key_norm"):
-            shapes |= norm(f"blocks/attention/{name}", layers, dim=config.head_width, bias=False)
-    for name, shape in attention_shapes(config).items():
-        shapes |= linear("blocks/attention", name, shape)
-    experts = () if config.experts is None else (config.experts.num_experts,)
-    if experts:
-        shapes["blocks/mlp/router/kernel"] = (layers, *router_shape(config).kernel)
-    for name, shape in mlp_shapes(config).items():
-        shapes |= linear("blocks/mlp", name, shape, *experts)
-    if config.block != "post":
-        shapes |= norm("output_norm")
+            rows[f"blocks/attention/{name}/scale"] = ((layers, config.head_width), ("layers", "head_dim"))
+    for name, one in attention_shapes(config).items():
+        rows |= _linear(f"blocks/attention/{name}", one, bias=has_bias(config, name), layers=layers)
+    if config.experts is not None:
+        rows |= _linear("blocks/mlp/router", router_shape(config), bias=False, layers=layers)
+    for name, one in mlp_shapes(config).items():
+        if config.experts is None:
+            rows |= _linear(f"blocks/mlp/{name}", one, bias=has_bias(config, name), layers=layers)
+        else:
+            shape = (layers, config.experts.num_experts, *one.kernel)
+            rows[f"blocks/mlp/{name}/kernel"] = (shape, ("layers", "experts", *one.axes))
+    return rows if config.block == "post" else rows | _norm("output_norm", config)
+
+
+def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | None) -> Rows:
+    width = config.embed_dim
+    rows: Rows = {"embedding": ((vocab_size, width), ("vocab", "embed"))}
+    if config.position == "learned":
+        rows["positions"] = ((config.max_sequence_length + config.position_offset, width), (None, "embed"))
+    if config.token_types:
+        rows["token_types"] = ((config.token_types, width), (None, "embed"))
+    if config.embedding_norm:
+        rows |= _norm("embedding_norm", config)
+    rows |= _stack(config)
     if config.has_output_layer and not config.tie_embeddings:
-        shapes["output"] = (width, vocab_size)
+        rows["output"] = ((width, vocab_size), ("embed", "vocab"))
     if config.head is not None:
         labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
-        shapes |= head_tensors(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
-    return shapes
+        rows |= head_rows(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
+    return rows
 
 
-def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Shapes:
+def head_rows(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Rows:
+    """The parameters of a head."""
+    rows: Rows = {}
+    for name, one in head_shapes(head, width, num_labels).items():
+        rows |= _linear(f"head/{name}", one, bias=head.bias)
+        if head.bias and name != "output":
+            rows[f"head/{name}/bias"] = ((width,), ("embed",))
+    if head.kind == "masked_language_model":
+        assert vocab_size is not None
+        rows["head/norm/scale"] = ((width,), ("embed",))
+        if head.bias:
+            rows["head/bias"] = ((vocab_size,), ("vocab",))
+            if norm == "layernorm":
+                rows["head/norm/bias"] = ((width,), ("embed",))
+    return rows
+
+
+def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Rows:
     image_size, channels = image_sizes(config, input_shape)
-    width, patches = config.embed_dim, patch_shape(config, channels)
-    blocks = config.blocks(image_size)
-    shapes: Shapes = {"patches/kernel": patches.kernel, "patches/bias": patches.outputs}
+    width, blocks = config.embed_dim, config.blocks(image_size)
+    rows = _linear("patches", patch_shape(config, channels))
     if config.pooling == "first":
-        shapes["class_token"] = (width,)
-    shapes["positions"] = (blocks.max_sequence_length, width)
-    shapes |= {path: shape for path, shape in _transformer(blocks, 1, None).items() if path.startswith("blocks/")}
-    shapes |= {"output_norm/bias": (width,), "output_norm/scale": (width,)}
-    return shapes | head_tensors(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
+        rows["class_token"] = ((width,), ("embed",))
+    rows["positions"] = ((blocks.max_sequence_length, width), (None, "embed"))
+    head = head_rows(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
+    return rows | _stack(blocks) | head
 
 
-def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Shapes:
-    """Those of two transformers without embedding and output layer, and of the decoder's cross-attention."""
-    whole = ("embedding", "output")
-    encoder, decoder = (_transformer(stack, vocab_size, None) for stack in (config.encoder_stack, config.decoder_stack))
-    shapes: Shapes = {"embedding": encoder["embedding"]}
-    shapes |= {f"encoder/{path}": shape for path, shape in encoder.items() if path not in whole}
-    shapes |= {f"decoder/{path}": shape for path, shape in decoder.items() if path not in whole}
-    for path, shape in decoder.items():
+def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Rows:
+    """Two stacks, of which the decoder's has cross-attention."""
+    decoder = _stack(config.decoder_stack)
+    rows: Rows = {"embedding": ((vocab_size, config.embed_dim), ("vocab", "embed"))}
+    rows |= {f"encoder/{path}": row for path, row in _stack(config.encoder_stack).items()}
+    rows |= {f"decoder/{path}": row for path, row in decoder.items()}
+    for path, row in decoder.items():
         if path.startswith("blocks/attention"):  # its norm too
-            shapes["decoder/" + path.replace("attention", "cross_attention", 1)] = shape
+            rows["decoder/" + path.replace("attention", "cross_attention", 1)] = row
     if not config.tie_embeddings:
-        shapes["output"] = (config.embed_dim, vocab_size)
-    return shapes
+        rows["output"] = ((config.embed_dim, vocab_size), ("embed", "vocab"))
+    return rows
 
 
 def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:
-    params: Shapes = {}
-    state: Shapes = {}
+    """Input channels are sharded over fsdp and output channels over tensor; the stem has too few inputs for that."""
+    rows, state = Rows(), Shapes()
 
-    def normed(path: str, norm: str, shape: ConvShape, *lead: int) -> None:
-        params[f"{path}/kernel"] = (*lead, *shape.kernel)
-        for name in ("scale", "bias"):
-            params[f"{norm}/{name}"] = (*lead, shape.outputs)
-        for name in ("mean", "variance"):
-            state[f"{norm}/{name}"] = (*lead, shape.outputs)
+    def normed(path: str, norm: str, shape: ConvShape, lead: tuple[int, ...]) -> None:
+        name = ("layers",) if lead else ()
+        inputs = None if path == "stem" else "channels_in"
+        rows[f"{path}/kernel"] = ((*lead, *shape.kernel), (*name, None, None, inputs, "channels_out"))
+        for part in ("scale", "bias"):
+            rows[f"{norm}/{part}"] = ((*lead, shape.outputs), ("layers", "channels_in") if lead else None)
+        for part in ("mean", "variance"):
+            state[f"{norm}/{part}"] = (*lead, shape.outputs)
 
     def block(path: str, shape: ResidualBlockShape, *lead: int) -> None:
         for index, conv in enumerate(shape.convs):
-            normed(f"{path}/convs/{index}", f"{path}/norms/{index}", conv, *lead)
+            normed(f"{path}/convs/{index}", f"{path}/norms/{index}", conv, lead)
         if shape.shortcut is not None:
-            normed(f"{path}/shortcut", f"{path}/shortcut_norm", shape.shortcut, *lead)
+            normed(f"{path}/shortcut", f"{path}/shortcut_norm", shape.shortcut, lead)
 
-    normed("stem", "stem_norm", stem_shape(config, channels))
+    normed("stem", "stem_norm", stem_shape(config, channels), ())
     stages = resnet_stages(config)
     for number, stage in enumerate(stages):
         block(f"stage{number}_first", stage.first)
         if stage.num_rest:
             block(f"stage{number}_rest", stage.rest, stage.num_rest)
-    params["head_kernel"], params["head_bias"] = (stages[-1].outputs, num_classes), (num_classes,)
-    return Tensors(params, state)
+    rows["head_kernel"] = ((stages[-1].outputs, num_classes), ("channels_in", None))
+    rows["head_bias"] = ((num_classes,), None)
+    return _tensors(rows, model_state=state)
 
 
 OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)
@@ -353,18 +381,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class OuterLayer:
-    """A linear layer before or after the stacks.
+    """A linear layer before or after the stacks."""
 
-    Attributes:
-        path: of its kernel.
-        inputs, outputs: its widths.
-        positions: of a row that it is applied to.
-    """
-
-    path: str
+    path: str  # of its kernel
     inputs: int
     outputs: int
-    positions: int
+    positions: int  # of a row that it is applied to
 
 
 @dataclass(frozen=True)
@@ -389,10 +411,10 @@ def structure_of(
     """The structure of a model; None for one without transformer blocks."""
     match config:
         case TransformerConfig():
-            assert vocab_size is not None
-            stack = Stack("blocks", config, input_shape[0])
-            head = _transformer_head(config, input_shape[0], vocab_size, num_outputs)
-            return Structure((stack,), (), head, vocab_size if config.has_output_layer else None)
+            length, ids = input_shape[0], vocab_size if config.has_output_layer else None
+            head = () if config.head is None else _head_layers(config.head, config.embed_dim, num_outputs, length)
+            head += () if ids is None else (_vocabulary_layer(config, ids, length),)
+            return Structure((Stack("blocks", config, length),), (), head, ids)
         case EncoderDecoderConfig():
             assert vocab_size is not None
             length = input_shape[0]
@@ -405,16 +427,10 @@ def structure_of(
         case ViTConfig():
             image_size, channels = image_sizes(config, input_shape)
             width, tokens = config.embed_dim, config.num_tokens(image_size)
-            patches = tokens - (config.pooling == "first")
-            inputs = math.prod(patch_shape(config, channels).inputs)
-            classes = config.num_classes or num_outputs
-            assert classes is not None
-            return Structure(
-                (Stack("blocks", config.blocks(image_size), tokens),),
-                (OuterLayer("patches/kernel", inputs, width, patches),),
-                (OuterLayer("head/output/kernel", width, classes, 1),),
-                None,
-            )
+            inputs, patches = config.patch_size**2 * channels, tokens - (config.pooling == "first")
+            entry = (OuterLayer("patches/kernel", inputs, width, patches),)
+            head = _head_layers(config.head, width, config.num_classes or num_outputs, tokens)
+            return Structure((Stack("blocks", config.blocks(image_size), tokens),), entry, head, None)
         case _:
             return None
 
@@ -425,19 +441,8 @@ def _vocabulary_layer(config: TransformerConfig | EncoderDecoderConfig, vocab_si
     return OuterLayer(path, config.embed_dim, vocab_size, positions)
 
 
-def _transformer_head(
-    config: TransformerConfig, length: int, vocab_size: int, num_outputs: int | None
-) -> tuple[OuterLayer, ...]:
-    """The layers after the blocks of a transformer."""
-    head, width = config.head, config.embed_dim
-    layers: tuple[OuterLayer, ...] = ()
-    if head is not None:
-        labels = (head.num_labels or num_outputs) if head.has_labels else None
-        positions = 1 if head.is_pooled else length
-        layers = tuple(
-            OuterLayer(f"head/{name}/kernel", math.prod(shape.inputs), math.prod(shape.outputs), positions)
-            for name, shape in head_shapes(head, width, labels).items()
-        )
-    if not config.has_output_layer:
-        return layers
-    return (*layers, _vocabulary_layer(config, vocab_size, length))
+def _head_layers(head: HeadConfig, width: int, num_outputs: int | None, length: int) -> tuple[OuterLayer, ...]:
+    """The linear layers of a head after the blocks."""
+    labels = (head.num_labels or num_outputs) if head.has_labels else None
+    layers, positions = head_shapes(head, width, labels), 1 if head.is_pooled else length
+    return tuple(OuterLayer(f"head/{name}/kernel", width, one.outputs[0], positions) for name, one in layers.items())

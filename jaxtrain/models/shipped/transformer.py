@@ -1,7 +1,6 @@
 """A transformer of equal blocks, as a decoder or as an encoder: embeddings, blocks, head.
 
-Shapes: B batch, L length, T new tokens, S length of keys and values (L, or the positions of a cache), D model width,
-G key-value heads, K head_dim, V vocabulary, C labels.
+Shapes: B batch, L length, P longest prompt, C tokens of a chunk of it, T new tokens, D model width, V vocabulary.
 """
 
 import dataclasses
@@ -11,21 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.model import LongRope, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
-from jaxtrain.models.decoder import NOWHERE, Decoder, Windows
-from jaxtrain.models.from_nnx import from_dict
-from jaxtrain.models.initializers import normal
+from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
+from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import dropout
-from jaxtrain.models.model import DrawsByRow, Model, Params
-from jaxtrain.models.shipped.axes import model_axes
-from jaxtrain.models.shipped.block import INIT_STDDEV, RESIDUAL, Block, block_norm, relative_bias, relative_table
-from jaxtrain.models.shipped.cache import RING, Cache, LayerCache, init_ring_cache, layer_indices, unrolled_on
-from jaxtrain.models.shipped.cache import init_cache as make_cache
+from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
+from jaxtrain.models.shipped.block import (
+    RESIDUAL,
+    Block,
+    Cache,
+    Context,
+    LayerCache,
+    block_norm,
+    init_cache,
+    relative_bias,
+    relative_table,
+)
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
     MaskedLanguageModelHead,
@@ -34,8 +38,7 @@ from jaxtrain.models.shipped.heads import (
     num_labels,
 )
 from jaxtrain.models.shipped.moe import Routing
-from jaxtrain.models.shipped.shapes import size_of
-from jaxtrain.models.stack import from_stages, make_stack, scan_stack
+from jaxtrain.models.shipped.shapes import model_tensors, size_of
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
@@ -44,78 +47,58 @@ from jaxtrain.remat.policy import Remat
 PREFILL_CHUNK = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class TransformerInputs:
-    """The inputs of a transformer, all integers [B, L].
-
-    Attributes:
-        tokens_BL: token ids.
-        positions_BL: positions in the document; [1, L] where the inputs give none, the indices in the row.
-        segments_BL: numbers of packed documents, which do not see each other; 0 is padding to heads that read a whole
-            sequence. None: one document per row.
-        token_types_BL: of the two texts of a pair; None: all are 0.
-    """
-
-    tokens_BL: jax.Array
-    positions_BL: jax.Array
-    segments_BL: jax.Array | None = None
-    token_types_BL: jax.Array | None = None
-
-    @staticmethod
-    def of(inputs: Any, config: TransformerConfig) -> "TransformerInputs":
-        """Read the inputs of a batch: tokens, or a dict of entries."""
-        inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
-        others = ("positions", "segments", "token_types") if config.token_types else ("positions", "segments")
-        check_entries(inputs, "transformer", needs=("tokens",), takes=others)
-        tokens_BL = inputs["tokens"]
-        positions_BL = inputs.get("positions", jnp.arange(tokens_BL.shape[1])[None])
-        return TransformerInputs(tokens_BL, positions_BL, inputs.get("segments"), inputs.get("token_types"))
-
-
 def check_entries(inputs: Any, kind: str, *, needs: tuple[str, ...], takes: tuple[str, ...]) -> None:
     """Raise where inputs are no dict of integers by these names: a mask that is not read would go unnoticed."""
     known = (*needs, *takes)
     fits = isinstance(inputs, dict) and set(needs) <= set(inputs) <= set(known)
-    if not fits or not all(
-        value is None or jnp.issubdtype(value.dtype, jnp.integer) for value in jax.tree.leaves(inputs)
-    ):
+    if not fits or not all(jnp.issubdtype(value.dtype, jnp.integer) for value in jax.tree.leaves(inputs)):
         raise ConfigError(f"the {kind} takes integers {', '.join(known)} [B, L], not {shown(inputs)}")
+
+
+def _read(inputs: Any, config: TransformerConfig) -> dict[str, jax.Array]:
+    """The entries of a batch's inputs [B, L]; `positions` [1, L] are the indices in the row where it gives none."""
+    inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+    others = ("positions", "segments", "token_types") if config.token_types else ("positions", "segments")
+    check_entries(inputs, "transformer", needs=("tokens",), takes=others)
+    given = {name: value for name, value in inputs.items() if value is not None}
+    return {"positions": jnp.arange(inputs["tokens"].shape[1])[None], **given}
 
 
 class Transformer(nnx.Module):
     """Embedding, stacked blocks, norm, and output layer or another head."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, labels: int | None, rngs: nnx.Rngs):
-        init = normal(INIT_STDDEV)
         width = config.embed_dim
-        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, width), jnp.float32))
-        learned = config.position == "learned"
-        positions, types = config.max_sequence_length + config.position_offset, config.token_types
-        self.positions = nnx.Param(init(rngs.params(), (positions, width), jnp.float32)) if learned else None
-        self.token_types = nnx.Param(init(rngs.params(), (types, width), jnp.float32)) if types else None
+
+        def table(*shape: int) -> nnx.Param:
+            return nnx.Param(normal(INIT_STDDEV)(rngs.params(), shape, jnp.float32))
+
+        self.embedding = table(vocab_size, width)
+        num_positions = config.max_sequence_length + config.position_offset
+        self.positions = table(num_positions, width) if config.position == "learned" else None
+        self.token_types = table(config.token_types, width) if config.token_types else None
         self.relative_positions = relative_table(config, rngs)
         self.embedding_norm = block_norm(config) if config.embedding_norm else None
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
         self.output_norm = None if config.block == "post" else block_norm(config)
         own_output = config.has_output_layer and not config.tie_embeddings
-        self.output = nnx.Param(init(rngs.params(), (width, vocab_size), jnp.float32)) if own_output else None
+        self.output = table(width, vocab_size) if own_output else None
         self.head = _head(config, vocab_size, labels, rngs)
         self.config = config
 
-    def embed(self, inputs: TransformerInputs, key: jax.Array | None) -> jax.Array:
+    def embed(self, inputs: dict[str, jax.Array], key: jax.Array | None) -> jax.Array:
         """Look up the embeddings of tokens, and add those of positions and token types: [B, L, D]."""
-        config = self.config
+        config, tokens_BL = self.config, inputs["tokens"]
         with jax.named_scope("embed"):
-            x_BLD = embedding_lookup(self.embedding[...], inputs.tokens_BL, rows="vocab")
+            x_BLD = embedding_lookup(self.embedding[...], tokens_BL, rows="vocab")
             if config.embedding_scale is not None:
                 x_BLD = x_BLD * jnp.asarray(config.embedding_scale, x_BLD.dtype)
             if self.positions is not None:
-                positions_BL = inputs.positions_BL + config.position_offset
+                positions_BL = inputs["positions"] + config.position_offset
                 x_BLD = x_BLD + embedding_lookup(self.positions[...], positions_BL, rows=None)
             if self.token_types is not None:
-                types_BL = inputs.token_types_BL
-                types_BL = jnp.zeros_like(inputs.tokens_BL) if types_BL is None else types_BL
+                types_BL = inputs.get("token_types", jnp.zeros_like(tokens_BL))
                 x_BLD = x_BLD + embedding_lookup(self.token_types[...], types_BL, rows=None)
             if self.embedding_norm is not None:
                 x_BLD = self.embedding_norm(x_BLD)
@@ -126,9 +109,7 @@ class Transformer(nnx.Module):
         """Apply the final norm and the head; logits [B, L, V] of the vocabulary are deferred."""
         with jax.named_scope("output"):
             x_BLD = x_BLD if self.output_norm is None else self.output_norm(x_BLD)
-            if isinstance(self.head, PooledHead):
-                return self.head(x_BLD, needs)
-            return self._logits(x_BLD)
+            return self.head(x_BLD, needs) if isinstance(self.head, PooledHead) else self._logits(x_BLD)
 
     def _logits(self, x_BLD: jax.Array) -> DeferredLogits:
         bias = None
@@ -137,8 +118,8 @@ class Transformer(nnx.Module):
             bias = None if self.head.bias is None else self.head.bias[...]
         if self.config.logits_scale is not None:
             x_BLD = x_BLD * jnp.asarray(self.config.logits_scale, x_BLD.dtype)
-        kernel = self.embedding[...] if self.output is None else self.output[...]
         tied = self.output is None
+        kernel = self.embedding[...] if self.output is None else self.output[...]
         return DeferredLogits(x_BLD, kernel, tied=tied, bias=bias, softcap=self.config.logits_softcap)
 
     def decode(
@@ -148,32 +129,50 @@ class Transformer(nnx.Module):
 
         `only_B` is the index of the one token of each row whose logits [B, 1, V] are computed; None: all [B, T, V].
         """
-        locals_N = _local_layers(self.config)
-        bias_HW = relative_bias(self.relative_positions, self.config, self.config.relative_max_distance)
+        config = self.config
+        bias_HW = relative_bias(self.relative_positions, config, config.relative_max_distance)
 
-        def call(block: Block, carry: Any, key: None, layer: Any) -> tuple[Any, None]:
-            (x_BTD, arrays), (index, ring_index, local) = carry, layer
-            own = LayerCache(arrays, index, ring_index)
-            x_BTD, _, own = block(x_BTD, positions_BT, cache=own, local=local, bias_HW=bias_HW)
+        def call(block: Block, carry: Any, index: jax.Array, local: jax.Array | None) -> tuple[Any, None]:
+            x_BTD, arrays = carry
+            context = Context(positions_BT, local=local, bias_HW=bias_HW, cache=LayerCache(arrays, index))
+            x_BTD, _, own = block(x_BTD, context)
             assert own is not None
             return (x_BTD, own.arrays), None
 
-        x_BTD = self.embed(TransformerInputs(tokens_BT, positions_BT), None)
-        per_layer = (*layer_indices(self.config.windows, cache), locals_N)
-        (x_BTD, cache), _ = scan_stack(
-            self.blocks,
-            call,
-            (x_BTD, cache),
-            path="blocks",
-            remat=Remat(),
-            per_layer=per_layer,
-            unroll_on=unrolled_on(tokens_BT.shape[1]),
-        )
+        start = (self.embed({"tokens": tokens_BT, "positions": positions_BT}, None), cache)
+        local_N = _local_layers(config)
+        (x_BTD, cache), _ = scan_stack(self.blocks, call, start, path="blocks", remat=Remat(), per_layer=local_N)
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
         assert isinstance(logits, DeferredLogits), "a model with another head has no decoder"
         return logits, cache
+
+    def prefill(self, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Read prompts that are padded on the right: float32 logits [B, V] of the last token of each, and the cache."""
+
+        def chunk(start: jax.Array | int, tokens_BC: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            """Logits of the last token of each row that has it in the chunk."""
+            positions_BC = start + jnp.broadcast_to(jnp.arange(tokens_BC.shape[1]), tokens_BC.shape)
+            last_B = jnp.clip(lengths_B - 1 - start, 0, tokens_BC.shape[1] - 1)
+            logits, cache = self.decode(tokens_BC, positions_BC, cache, only_B=last_B)
+            return logits.logits()[:, 0].astype(jnp.float32), cache
+
+        if prompts_BP.shape[1] <= PREFILL_CHUNK:
+            return chunk(0, prompts_BP, cache)
+        # What is padded here stands behind every prompt, at positions that are overwritten or that do not exist.
+        padded_BP = jnp.pad(prompts_BP, ((0, 0), (0, -prompts_BP.shape[1] % PREFILL_CHUNK)))
+
+        def advance(number: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            logits_BV, cache = carry
+            start = number * PREFILL_CHUNK
+            tokens_BC = jax.lax.dynamic_slice_in_dim(padded_BP, start, PREFILL_CHUNK, axis=1)
+            new_BV, cache = chunk(start, tokens_BC, cache)
+            return jnp.where(((lengths_B - 1) // PREFILL_CHUNK == number)[:, None], new_BV, logits_BV), cache
+
+        empty_BV = jnp.zeros((prompts_BP.shape[0], self.embedding.shape[0]), jnp.float32)
+        chunks = -(-jnp.max(lengths_B) // PREFILL_CHUNK)
+        return jax.lax.fori_loop(0, chunks, advance, (empty_BV, cache))
 
 
 def _head(
@@ -196,9 +195,49 @@ def _local_layers(config: TransformerConfig) -> np.ndarray | None:
     return np.array([window is not None for window in config.windows])
 
 
+def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
+    """The residual stream before the first block, and what travels beside it; most models have nothing there."""
+    read = _read(inputs, config)
+    tokens_BL, segments_BL = read["tokens"], read.get("segments")
+    length, scaling = tokens_BL.shape[1], config.rope_scaling if config.position == "rotary" else None
+    if length > config.max_sequence_length and config.position == "learned":
+        raise ConfigError(f"sequence length {length} exceeds model.max_sequence_length={config.max_sequence_length}")
+    if segments_BL is not None and isinstance(scaling, LongRope) and length > scaling.original_length:
+        raise ConfigError(
+            f"longrope rotates by the length of a row, and packed or padded rows of {length} tokens hold shorter texts "
+            f"too; use rows of up to original_length={scaling.original_length} tokens, or of one text each"
+        )
+    key = key if train else None
+    x_BLD = module.embed(read, key)
+    head_key = None if key is None else jax.random.fold_in(key, 1)
+    needs = head_inputs(config.head, tokens_BL.shape, segments_BL, head_key)
+    beside: dict[str, Any] = {}
+    if config.experts is not None:
+        beside["routing"] = Routing.none(tokens_BL, segments_BL)
+    beside |= {"head": needs} if jax.tree.leaves(needs) else {}
+    # Every stage of a pipeline needs it, and only the first has the table.
+    bias_HW = relative_bias(module.relative_positions, config, length - 1)
+    beside |= {} if bias_HW is None else {"bias": bias_HW}
+    return {"x": x_BLD, **beside} if beside else x_BLD
+
+
+def _block(
+    config: TransformerConfig, block: Block, carry: Any, inputs: Any, key: jax.Array | None, local: jax.Array | None
+) -> Any:
+    """What `_embed` gave, after a block."""
+    read, beside = _read(inputs, config), carry if isinstance(carry, dict) else {"x": carry}
+    context = Context(read["positions"], read.get("segments"), local, beside.get("bias"))
+    x_BLD, routing, _ = block(beside["x"], context, key)
+    if not isinstance(carry, dict):
+        return x_BLD
+    summed = {} if routing is None else {"routing": jax.tree.map(jnp.add, carry["routing"], routing)}
+    return {**carry, "x": x_BLD, **summed}
+
+
 def transformer(
     config: TransformerConfig,
     *,
+    input_shape: tuple[int, ...] = (),
     vocab_size: int | None = None,
     num_outputs: int | None = None,
     remat: Remat | None = None,
@@ -211,45 +250,18 @@ def transformer(
     labels per token [B, L, C], or embeddings [B, D].
     """
     vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
-
     labels = None if config.head is None else num_labels(config.head, num_outputs)
 
     def make(rngs: nnx.Rngs) -> Transformer:
         return Transformer(config, vocabulary, labels, rngs)
 
     def embed(module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
-        read = TransformerInputs.of(inputs, config)
-        length = read.tokens_BL.shape[1]
-        if length > config.max_sequence_length and config.position == "learned":
-            raise ConfigError(
-                f"sequence length {length} exceeds model.max_sequence_length={config.max_sequence_length}"
-            )
-        key = key if train else None
-        x_BLD = module.embed(read, key)
-        head_key = None if key is None else jax.random.fold_in(key, 1)
-        needs = head_inputs(config.head, read.tokens_BL.shape, read.segments_BL, head_key)
-        # What travels beside the residual stream; most models have nothing.
-        beside: dict[str, Any] = {}
-        if config.experts is not None:
-            beside["routing"] = Routing.none(read.tokens_BL, read.segments_BL)
-        beside |= {} if needs.is_empty else {"head": needs}
-        bias_HW = relative_bias(module.relative_positions, config, read.tokens_BL.shape[1] - 1)
-        # Every stage of a pipeline needs it, and only the first has the table.
-        beside |= {} if bias_HW is None else {"bias": bias_HW}
-        return {"x": x_BLD, **beside} if beside else x_BLD
+        return _embed(config, module, inputs, key, train)
 
     def block(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, local: jax.Array | None = None
     ) -> Any:
-        read = TransformerInputs.of(inputs, config)
-        key = key if train else None
-        beside = carry if isinstance(carry, dict) else {}
-        x_BLD = carry["x"] if isinstance(carry, dict) else carry
-        bias_HW = beside.get("bias")
-        x_BLD, routing, _ = block(x_BLD, read.positions_BL, read.segments_BL, key, local=local, bias_HW=bias_HW)
-        if not isinstance(carry, dict):
-            return x_BLD
-        return {**carry, "x": x_BLD} | ({} if routing is None else {"routing": carry["routing"].plus(routing)})
+        return _block(config, block, carry, inputs, key if train else None, local)
 
     def head(module: Transformer, carry: Any, train: bool) -> Any:
         carry = carry if isinstance(carry, dict) else {"x": carry}
@@ -258,85 +270,45 @@ def transformer(
             return outputs
         return {"logits": outputs, **carry["routing"].outputs(config.num_layers, train=train)}
 
-    graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    # Relative positions look their bias up in whole caches alone, and longrope asks for the length of the whole.
-    whole = config.position == "relative" or isinstance(config.rope_scaling, LongRope)
-    window = None if whole else next((one for one in config.windows if one is not None), None)
-
-    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
-        return make_cache(config.num_layers, batch, length, config.kv_heads, config.head_width, dtype)
-
-    def init_ring(batch: int, length: int, dtype: DTypeLike, chunk: int) -> Cache:
-        assert window is not None
-        size = window + chunk - 1
-        return init_ring_cache(config.windows, batch, length, size, config.kv_heads, config.head_width, dtype)
-
-    def deferred(
-        params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
-    ) -> tuple[DeferredLogits, Cache]:
-        return nnx.merge(graph, from_dict(template, params)).decode(tokens_BT, positions_BT, cache)
-
-    def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        logits, cache = deferred(params, tokens_BT, positions_BT, cache)
-        return logits.logits().astype(jnp.float32), cache
-
-    def prefill(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        module = nnx.merge(graph, from_dict(template, params))
-
-        def chunk(start: jax.Array | int, tokens_BC: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-            """Logits of the last token of each row that has it in the chunk."""
-            positions_BC = start + jnp.broadcast_to(jnp.arange(tokens_BC.shape[1]), tokens_BC.shape)
-            if f"{RING}key" in cache:  # in which padding would overwrite what stands before it
-                positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, NOWHERE)
-            last_B = jnp.clip(lengths_B - 1 - start, 0, tokens_BC.shape[1] - 1)
-            logits, cache = module.decode(tokens_BC, positions_BC, cache, only_B=last_B)
-            return logits.logits()[:, 0].astype(jnp.float32), cache
-
-        if prompts_BP.shape[1] <= PREFILL_CHUNK:
-            return chunk(0, prompts_BP, cache)
-        # What is padded here stands behind every prompt, at positions that are overwritten or that do not exist.
-        padded_BP = jnp.pad(prompts_BP, ((0, 0), (0, -prompts_BP.shape[1] % PREFILL_CHUNK)))
-
-        def advance(number: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-            logits_BV, cache = carry
-            start = number * PREFILL_CHUNK
-            tokens_BC = jax.lax.dynamic_slice_in_dim(padded_BP, start, PREFILL_CHUNK, axis=1)
-            new_BV, cache = chunk(start, tokens_BC, cache)
-            return jnp.where(((lengths_B - 1) // PREFILL_CHUNK == number)[:, None], new_BV, logits_BV), cache
-
-        empty_BV = jnp.zeros((prompts_BP.shape[0], vocabulary), jnp.float32)
-        chunks = -(-jnp.max(lengths_B) // PREFILL_CHUNK)
-        return jax.lax.fori_loop(0, chunks, advance, (empty_BV, cache))
-
-    name = config.size or "transformer"
-    axes = model_axes(config)
     built = from_stages(
         make,
         stack="blocks",
         embed=DrawsByRow(embed),
         block=DrawsByRow(block),
         head=head,
-        axes=axes,
+        axes=model_tensors(config, vocab_size=vocabulary, num_outputs=labels).axes,
         remat=remat,
-        name=name,
+        name=config.size or "transformer",
         per_layer=_local_layers(config),
     )
     # An encoder predicts no next token, and neither does another head.
     predicts = config.causal and config.head_kind == "language_model"
-    scaling = config.rope_scaling if config.position == "rotary" else None
-    short = scaling.original_length if isinstance(scaling, LongRope) else None
-    longest = config.max_sequence_length
-    windows = None if window is None else Windows(window, PREFILL_CHUNK, init_ring)
-    decoder = None
-    if predicts:
-        decoder = Decoder(
-            init_cache, decode, longest, short_length=short, prefill=prefill, deferred=deferred, windows=windows
-        )
-    num_outputs = vocabulary if config.has_output_layer else labels or config.embed_dim
     return dataclasses.replace(
         built,
-        decoder=decoder,
+        decoder=_decoder(config, make) if predicts else None,
         has_experts=config.experts is not None,
         vocab_size=vocabulary,
-        num_outputs=num_outputs,
+        num_outputs=vocabulary if config.has_output_layer else labels or config.embed_dim,
+    )
+
+
+def _decoder(config: TransformerConfig, make: Any) -> Decoder:
+    """How the transformer that `make` makes generates."""
+    graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    def module(params: Params) -> Transformer:
+        return nnx.merge(graph, from_dict(template, params))
+
+    def decode(params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        logits, cache = module(params).decode(tokens_BT, positions_BT, cache)
+        return logits.logits().astype(jnp.float32), cache
+
+    scaling = config.rope_scaling if config.position == "rotary" else None
+    return Decoder(
+        lambda batch, length, dtype: init_cache(config, batch, length, dtype),
+        decode,
+        config.max_sequence_length,
+        short_length=scaling.original_length if isinstance(scaling, LongRope) else None,
+        prefill=lambda params, *given: module(params).prefill(*given),
+        deferred=lambda params, *given: module(params).decode(*given),
     )
