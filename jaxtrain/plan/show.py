@@ -12,7 +12,7 @@ from jaxtrain.config.model import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, format_gib
 from jaxtrain.plan.estimate import Estimate
-from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.state import finetuned
 from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.time import Traffic
 from jaxtrain.plan.workload import model_tensors

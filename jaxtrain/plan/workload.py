@@ -39,7 +39,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.models.shipped import shapes
 from jaxtrain.models.shipped.shapes import Structure, Tensors, structure_of
-from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.state import finetuned
 
 _IMAGENET_CLASSES = 1000
 _PAIRS = (

@@ -12,9 +12,9 @@ from program_counts import compile_counts, tiny_config
 from jaxtrain.config import load_config
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.ops.attention.rules import score_elements
-from jaxtrain.plan.attention import attention_work
 from jaxtrain.plan.estimate import analyse
 from jaxtrain.plan.hardware import measured_cpu
+from jaxtrain.plan.layers import attention_work
 from jaxtrain.plan.targets import parse_targets, target_of
 
 ROWS = json.loads((Path(__file__).parent / "compiled_counts.json").read_text())["rows"]

@@ -12,8 +12,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.plan.compile import sharded_bytes
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.finetuned import finetuned
 from jaxtrain.plan.hardware import find
+from jaxtrain.plan.state import finetuned
 from jaxtrain.plan.step import with_degrees
 from jaxtrain.plan.targets import target_of
 from jaxtrain.plan.workload import describe_workload, model_tensors

@@ -11,9 +11,8 @@ from jaxtrain.config import load_config
 from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.finetuned import finetuned
 from jaxtrain.plan.hardware import find
-from jaxtrain.plan.state import shard_parameters, state_bytes
+from jaxtrain.plan.state import finetuned, shard_parameters, state_bytes
 from jaxtrain.plan.step import device_step, with_degrees
 from jaxtrain.plan.targets import target_of
 from jaxtrain.plan.work import step_blocks

@@ -14,10 +14,10 @@ from jaxtrain.layout.rules import AXES
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.ops.attention.context import choose_context
 from jaxtrain.ops.attention.rules import AttentionForm
-from jaxtrain.plan.attention import attention_work, context_way
 from jaxtrain.plan.estimate import analyse
+from jaxtrain.plan.layers import attention_work, context_way
 from jaxtrain.plan.targets import parse_targets
-from jaxtrain.plan.traffic import crossing
+from jaxtrain.plan.time import crossing
 
 SMALL = ["train.global_batch_size=8", "data.sequence_length=8192", "parallel.fsdp=1"]
 # Llama 3 8B: 32 layers of width 4096, 8 key-value heads of 128; activations and gradients in bf16.
