@@ -13,7 +13,6 @@ from jaxtrain.config.files import to_yaml
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.plan.cost import Terms, with_tokens
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate, own_functions
 from jaxtrain.plan.hardware import catalogue, hardware_json, hardware_table
@@ -28,7 +27,7 @@ from jaxtrain.plan.search import (
     search,
     why_not,
 )
-from jaxtrain.plan.show import answer_lines, as_json, table
+from jaxtrain.plan.show import answer_lines, as_json, search_lines, table
 from jaxtrain.plan.targets import Target, parse_targets, with_network
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime.terminal import print_remark
@@ -185,12 +184,7 @@ def _print_answer(plans: _Plans, arguments: argparse.Namespace) -> None:
     for name in dict.fromkeys(names):
         print_text("\n".join([*answer_lines(plans.estimates[names.index(name)]), ""]))
     for target, found in plans.found:
-        _print_search(target, found)
-        for each in plans.rejected:
-            if each.target == target:
-                layout = describe_layout(each.config, found.vary)
-                print_text(f"  too large by the compiler, {format_bytes(each.peak_bytes)}: {layout}")
-        print_text("")
+        print_text("\n".join([*search_lines(target, found, [*plans.estimates, *plans.rejected]), ""]))
     print_text(table(plans.estimates, full=arguments.full))
     for batch in plans.batches:
         how, rows = "by compiling" if batch["checked_by"] == "compiler" else "analytic", batch["rows"]
@@ -215,36 +209,15 @@ def _search_json(target: Target, found: Found) -> dict[str, object]:
     return {"target": target.name, "tried": found.tried, "fit": fit, "reasons": why_not(found), "ranking": ranking}
 
 
-def _print_search(target: Target, found: Found) -> None:
-    if found.ranked:
-        order = "by memory, since no time is known"
-        if found.ranked[0].time is not None:
-            unit = found.ranked[0].workload.unit
-            order = f"by {unit}/s, at equal {unit} of the run" if "batch" in found.vary else "by step time"
-        print_text(f"{target.name}: {len(found.ranked)} of {found.tried} layouts fit; the first {order}:")
-    else:
-        print_text(f"{target.name}: none of {found.tried} layouts fits; the plan is of the one of the least memory")
-    for place, one in enumerate(found.ranked[:10], 1):
-        speed = "no time"
-        if one.time is not None and "batch" in found.vary:
-            rate = one.tokens_per_second or one.rows_per_second
-            speed = f"{format_count(rate)} {one.workload.unit}/s"
-        elif one.time is not None:
-            milliseconds = one.time.seconds * 1e3
-            speed = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
-        memory, layout = format_bytes(one.memory.total_bytes), describe_layout(one.config, found.vary)
-        print_text(f"  {place:>2}. {speed:>10}  {memory:>10}  {layout}")
-    for line in why_not(found):
-        print_text(f"  {line}")
-
-
 def _write_files(plans: _Plans, terms: Terms, loaded: Loaded, arguments: argparse.Namespace) -> None:
     """Write the page of `--html` and the config of `--config`, where they are asked for."""
     if arguments.html is not None:
         from jaxtrain.plan.page import write_page
 
         with writes("--html"):
-            write_page(plans.estimates, Path(arguments.html), searches=plans.found, rejected=plans.rejected)
+            compiled = [*plans.estimates, *plans.rejected]
+            lines = [search_lines(target, found, compiled) for target, found in plans.found]
+            write_page(plans.estimates, Path(arguments.html), searches=lines)
         print_remark(f"wrote {arguments.html}")
     if arguments.config_out is not None:
         _write_config(_to_write(plans, terms, loaded.config), Path(arguments.config_out), loaded)

@@ -273,8 +273,7 @@ def _planning() -> None:
         type=lambda text: tuple(text.split(",")),
         default=(),
         metavar="WHAT",
-        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
-        "rank, batch",
+        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), batch",
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")

@@ -74,10 +74,9 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     host_bytes = sharded_bytes(jax.tree.map(lambda leaf, host: leaf if host else None, step.abstract_state, on_host))
     state_bytes = sharded_bytes(step.abstract_state) - host_bytes
     lowered = step.lower(batch)
-    flags = _host_flags(on_host, batch, lowered)
     began = time.monotonic()
     try:
-        compiled = compile_for(devices[0], lowered, on_host=flags)
+        compiled = compile_for(devices[0], lowered)
     except jax.errors.JaxRuntimeError as error:
         used = _USED.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
@@ -142,17 +141,6 @@ def stand_in_batches(config: Config, data: "Data", step: "TrainStep") -> "Batche
     if not lacks_reference(step.task, batches.spec()):
         return batches
     return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
-
-
-def _host_flags(on_host: Any, batch: dict[str, Any], lowered: Any) -> tuple[list[bool], list[bool]] | None:
-    """Which arguments (state, batch) and results (state, metrics) of a step lie on the host; None where none does."""
-    import jax
-
-    state = jax.tree.leaves(on_host)
-    if not any(state):
-        return None
-    num_results = len(jax.tree.leaves(lowered.out_info))
-    return [*state, *[False] * len(jax.tree.leaves(batch))], [*state, *[False] * (num_results - len(state))]
 
 
 def sharded_bytes(tree: Any) -> int:

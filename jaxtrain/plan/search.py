@@ -14,7 +14,6 @@ from typing import Any
 
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, TransformerConfig, ViTConfig
-from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
@@ -27,20 +26,12 @@ from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.targets import Target, this_machine
 from jaxtrain.plan.workload import RowSizes
 
-# What a search may vary; the rest changes the numbers of a run, and is left alone unless asked for.
+# What a search varies; a batch changes the numbers of a run, and is left alone unless it is asked for.
 VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
-ASKED_FOR = ("precision", "optimizer", "base", "rank", "batch")
+_KNOWN = (*VARIED, "batch")
 # Remat, batch, precision and optimizer stay as the user wrote them.
 VARIED_BY_AUTO = ("mesh", "zero", "schedule")
-_RANKS = (8, 16, 32, 64, 128)
 _MOST_ROWS = 256
-_OPTIMIZERS = {
-    "adamw": AdamWConfig,
-    "lion": LionConfig,
-    "adafactor": AdafactorConfig,
-    "muon": MuonConfig,
-    "sgd": SGDConfig,
-}
 # Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
 _MOST_PIPE = 32
@@ -82,17 +73,15 @@ def search(
     Args:
         config: the run; what is varied is replaced, everything else stays.
         target: hardware and count.
-        vary: out of `VARIED` and `ASKED_FOR`.
+        vary: out of `VARIED` and "batch".
         terms, sizes: as `analyse` takes them.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
     """
     for name in vary:
-        if name not in (*VARIED, *ASKED_FOR):
-            raise ConfigError(f"cannot search over {name!r}; known: {', '.join((*VARIED, *ASKED_FOR))}")
-        if name in ("base", "rank") and config.finetune.lora is None:
-            raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
+        if name not in _KNOWN:
+            raise ConfigError(f"cannot search over {name!r}; known: {', '.join(_KNOWN)}")
     ranked, too_large, refused = [], [], []
     for candidate in layouts(config, target.num_devices, vary):
         try:
@@ -174,7 +163,7 @@ def _options(
 
     Degrees that the search has chosen are not those that ZeRO 3 moves to `fsdp`.
     """
-    parallel, pipe, lora = config.parallel, degrees["pipe"], config.finetune.lora
+    parallel, pipe = config.parallel, degrees["pipe"]
     zero = 0 if chosen and parallel.zero == 3 else parallel.zero
     policies = ("none", "dots", "full")
     if not isinstance(config.model, OF_BLOCKS):
@@ -188,10 +177,6 @@ def _options(
         "remat": ("remat.policy", config.remat.policy, policies),
         "microbatches": ("microbatches", *_microbatches(config, most_rows, degrees)),
         "schedule": ("parallel.schedule", parallel.schedule, ("1f1b", "interleaved_1f1b")),
-        "precision": ("precision.policy", config.precision.policy, ("bf16", "bf16_pure")),
-        "optimizer": ("optimizer.kind", config.optimizer.kind, ("adamw", "lion", "adafactor")),
-        "base": ("finetune.base", config.finetune.base, (None, "int8", "nf4")),
-        "rank": ("finetune.rank", None if lora is None else lora.rank, _RANKS),
         "batch": ("train.global_batch_size", config.train.global_batch_size, batches),
     }
     choices = {
@@ -230,39 +215,26 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
     """The config with these degrees and options."""
     groups: dict[str, dict[str, Any]] = {"parallel": dict(mesh), "train": {}}
     pipe = mesh.get("pipe", config.parallel.pipe)
-    optimizer = config.optimizer
     for name, value in options.items():
         group, _, key = name.partition(".")
         if name == "microbatches":
             groups["parallel"]["microbatches"] = value
             groups["train"]["accumulation_steps"] = value if pipe == 1 else 1
-        elif group == "optimizer":
-            optimizer = with_optimizer(config, value)
-        elif name == "finetune.rank":
-            assert config.finetune.lora is not None
-            groups.setdefault("finetune", {})["lora"] = config.finetune.lora.model_copy(update={"rank": value})
         else:
             groups.setdefault(group, {})[key] = value
     if pipe == 1:
         groups["parallel"]["microbatches"] = None
-    updates = {name: getattr(config, name).model_copy(update=update) for name, update in groups.items()}
-    replaced = config.model_copy(update=updates | {"optimizer": optimizer})
+    replaced = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in groups.items()}
+    )
     # As many rows of the whole run as without: steps of different batches are of different lengths.
     rows, own = replaced.train.global_batch_size, config.train.global_batch_size
     return with_steps(replaced, max(1, round(config.train.steps * own / rows)))
 
 
-def with_optimizer(config: Config, kind: str) -> Any:
-    """The optimizer group of another kind, with what all kinds share."""
-    if kind == config.optimizer.kind:
-        return config.optimizer
-    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload", "groups")
-    return _OPTIMIZERS[kind](**{name: getattr(config.optimizer, name) for name in shared})
-
-
 def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
-    """A layout in a line: degrees above 1, the options that matter on it, and what else a search varied."""
-    parallel, lora = config.parallel, config.finetune.lora
+    """A layout in a line: degrees above 1, the options that matter on it, and the batch where a search varied it."""
+    parallel = config.parallel
     degrees = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) != 1] or ["one device"]
     options = [f"remat={config.remat.policy}"]
     if parallel.zero and parallel.data != 1:
@@ -271,14 +243,9 @@ def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
         options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
     elif config.train.accumulation_steps > 1:
         options.append(f"accumulation={config.train.accumulation_steps}")
-    more = {
-        "precision": config.precision.policy,
-        "optimizer": config.optimizer.kind,
-        "base": f"base {config.finetune.base or 'float'}",
-        "rank": None if lora is None else f"rank {lora.rank}",
-        "batch": f"batch {config.train.global_batch_size}",
-    }
-    return ", ".join([*degrees, *options, *(text for name, text in more.items() if text and name in vary)])
+    if "batch" in vary:
+        options.append(f"batch {config.train.global_batch_size}")
+    return ", ".join([*degrees, *options])
 
 
 def why_not(found: Found) -> list[str]:
