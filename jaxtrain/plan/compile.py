@@ -100,22 +100,21 @@ def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[s
     import jax
 
     step, batch = planned_step(config, workload, devices)
-    state, on_host = step.abstract_state, step.state_on_host
     names = {
         "parameters": ("params",),
         "optimizer state": ("optimizer_state",),
         "moving average": ("ema", "ema_model_state"),
         "model state": ("model_state",),
     }
-    parts, host_parts = {}, {}
+    parts, host_parts = dict[str, int](), dict[str, int]()
     for name, fields in names.items():
-        trees, hosts = [getattr(state, one) for one in fields], [getattr(on_host, one) for one in fields]
+        trees, hosts = ([getattr(tree, one) for one in fields] for tree in (step.abstract_state, step.state_on_host))
         host_parts[name] = sharded_bytes(jax.tree.map(lambda leaf, host: leaf if host else None, trees, hosts))
         parts[name] = sharded_bytes(trees) - host_parts[name]
     each = zip(jax.tree.leaves(batch), jax.tree.leaves(step.batch_shardings(batch)), strict=True)
     parts["batch"] = sum(math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, where in each)
     return {
-        "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params)),
         "parts": {name: size for name, size in parts.items() if size},
         "host_parts": {name: size for name, size in host_parts.items() if size},
     }

@@ -225,15 +225,12 @@ def measured_cpu(
 
     FLOP/s by number format, bytes/s and bytes are of one of its `num_devices` devices while the others work too.
     """
-    measured = "measured on this machine"
-    moved = f"{measured}: data between the devices of a CPU moves through its memory"
-    sources: dict[str, str] = dict.fromkeys(("memory_bytes", "memory_bandwidth", "peak_flops"), measured)
-    sources |= dict.fromkeys(("link_bandwidth", "network_bandwidth", "host_bandwidth"), moved)
-    sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     shipped = catalogue()["cpu"]
+    # Data between the devices of a CPU moves through its memory.
     rates = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
-    values = {
-        **dataclasses.asdict(shipped),
+    sources = dict.fromkeys(("memory_bytes", "peak_flops", *rates), "measured on this machine")
+    sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
+    values: dict[str, Any] = {
         **dict.fromkeys(rates, memory_bandwidth),
         **dict.fromkeys(("island", "devices_per_host"), num_devices),
         "peak_flops": dict(peak_flops),
@@ -242,7 +239,7 @@ def measured_cpu(
         "board_watts": 65.0 / num_devices,
         "sources": shipped.sources | sources,
     }
-    return Hardware(**values)
+    return dataclasses.replace(shipped, **values)
 
 
 # Columns of the list: two lines of head, and of an entry a figure and its unit and form.

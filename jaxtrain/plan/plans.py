@@ -9,7 +9,6 @@ from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.plan.compile import ExactMemory, ask
-from jaxtrain.plan.cost import Terms
 from jaxtrain.plan.estimate import Estimate, analyse, own_functions
 from jaxtrain.plan.search import describe_layout, fitted
 from jaxtrain.plan.targets import Target, check_compiler, target_of
@@ -23,16 +22,16 @@ _OF_LAYOUT = (
 )
 
 
-def analytic_plan(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+def analytic_plan(config: Config, target: Target) -> Estimate:
     """The analytic estimate, with advice where it does not fit.
 
     Raises:
         ConfigError: a layout that the config cannot take.
     """
-    return _advised(analyse(config, target, terms), terms)
+    return _advised(analyse(config, target))
 
 
-def fitted_plan(config: Config, target: Target, terms: Terms | None = None) -> Estimate:
+def fitted_plan(config: Config, target: Target) -> Estimate:
     """The analytic plan; where the config's layout is for other devices, with the best one of a search.
 
     A batch that no layout takes grows to a row for each device, at the same tokens of the whole run.
@@ -41,18 +40,15 @@ def fitted_plan(config: Config, target: Target, terms: Terms | None = None) -> E
         ConfigError: what a layout cannot mend, or a layout of functions of the user's own.
     """
     try:
-        return analytic_plan(config, target, terms)
+        return analytic_plan(config, target)
     except ConfigError as error:
-        best = None if own_functions(config) else fitted(config, target, terms)
+        best = None if own_functions(config) else fitted(config, target)
         if best is None:
             raise
         reason = str(error).split("; ")[0]
     changed = ("batch",) if best.train.global_batch_size != config.train.global_batch_size else ()
     line = f"planned for {target.name} with {describe_layout(best, changed)}, because {reason}"
-    plan = analytic_plan(best, target, terms)
-    rows, count = best.train.global_batch_size, target.num_devices
-    few = f"{rows:,} rows a step are few for {count:,} devices: --search --vary batch tries more, at equal tokens"
-    return dataclasses.replace(plan, fitted=line, advice=(*plan.advice, *([few] if rows < count else [])))
+    return dataclasses.replace(analytic_plan(best, target), fitted=line)
 
 
 def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate:
@@ -75,7 +71,7 @@ def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate
     if "error" in answer:
         return dataclasses.replace(estimate, exact_missing=answer["error"])
     exact = ExactMemory(**answer)
-    return _advised(dataclasses.replace(estimate, exact=exact, advice=()), None)
+    return _advised(dataclasses.replace(estimate, exact=exact, advice=()))
 
 
 def how_to_check(estimate: Estimate) -> str | None:
@@ -86,13 +82,13 @@ def how_to_check(estimate: Estimate) -> str | None:
     return f"the figures for {estimate.target.name} are analytic; to check them, plan again after {install}"
 
 
-def _advised(estimate: Estimate, terms: Terms | None) -> Estimate:
+def _advised(estimate: Estimate) -> Estimate:
     if estimate.fits is not False or estimate.unknown is not None:
         return estimate
-    return dataclasses.replace(estimate, advice=advise(estimate, terms))
+    return dataclasses.replace(estimate, advice=advise(estimate))
 
 
-def advise(estimate: Estimate, terms: Terms | None = None) -> tuple[str, ...]:
+def advise(estimate: Estimate) -> tuple[str, ...]:
     """Lines that say what makes it fit, each with the memory and time that the model predicts for it.
 
     Single changes first, those that leave the numbers of a run alone before those that do not; where none is enough,
@@ -100,19 +96,19 @@ def advise(estimate: Estimate, terms: Terms | None = None) -> tuple[str, ...]:
     """
     config, target = estimate.config, estimate.target
     for changes in (_changes(config, target), _pairs(config, target)):
-        tried = (_try(name, changed, target, estimate, terms) for name, changed in changes)
+        tried = (_try(name, changed, target, estimate) for name, changed in changes)
         if works := [line for line in tried if line]:
             return tuple(works[:_SHOWN])
     for factor in (2, 4, 8):
-        if line := _grown(estimate, target_of(target.hardware, target.num_devices * factor), terms):
+        if line := _grown(estimate, target_of(target.hardware, target.num_devices * factor)):
             return (line,)
     return ("no single change, pair of changes or eight times the devices makes it fit; jaxtrain plan --search",)
 
 
-def _try(name: str, config: Config, target: Target, before: Estimate, terms: Terms | None) -> str | None:
+def _try(name: str, config: Config, target: Target, before: Estimate) -> str | None:
     """The line of a change that fits; where a compiler asked for more than the model said, by so much more."""
     try:
-        after = analyse(config, target, terms)
+        after = analyse(config, target)
     except ConfigError:
         return None
     exact, usable, needed = before.exact, after.memory.usable_bytes, after.memory.total_bytes
@@ -192,13 +188,13 @@ def _pairs(config: Config, target: Target) -> Iterator[tuple[str, Config]]:
                 yield f"{first} and {second}", both
 
 
-def _grown(estimate: Estimate, target: Target, terms: Terms | None) -> str | None:
+def _grown(estimate: Estimate, target: Target) -> str | None:
     """The same run on other devices, with the layout of a search."""
-    config = fitted(estimate.config, target, terms)
+    config = fitted(estimate.config, target)
     if config is None:
         return None
     words = []
     for key in (*(f"parallel.{axis}" for axis in AXES), *_OF_LAYOUT):
         before, after = (attrgetter(key)(one) for one in (estimate.config, config))
         words += [f"{key}={'null' if after is None else after}"] if after != before else []
-    return _try(f"{target.name} with {' and '.join(words)}", config, target, estimate, terms)
+    return _try(f"{target.name} with {' and '.join(words)}", config, target, estimate)

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
 from jaxtrain.metrics.format import format_gib
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.plan.cost import Terms, with_steps
+from jaxtrain.plan.cost import with_steps
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate
 from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.targets import Target, this_machine
@@ -65,7 +64,6 @@ def search(
     target: Target,
     *,
     vary: Sequence[str] = VARIED,
-    terms: Terms | None = None,
     sizes: RowSizes | None = None,
 ) -> Found:
     """Try every layout.
@@ -74,7 +72,7 @@ def search(
         config: the run; what is varied is replaced, everything else stays.
         target: hardware and count.
         vary: out of `VARIED` and "batch".
-        terms, sizes: as `analyse` takes them.
+        sizes: as `analyse` takes them.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
@@ -85,7 +83,7 @@ def search(
     ranked, too_large, refused = [], [], []
     for candidate in layouts(config, target.num_devices, vary):
         try:
-            estimate = analyse(candidate, target, terms, sizes=sizes)
+            estimate = analyse(candidate, target, sizes=sizes)
         except ConfigError as error:
             refused.append(str(error))
             continue
@@ -99,7 +97,7 @@ def search(
     return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
 
 
-def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config | None:
+def fitted(config: Config, target: Target) -> Config | None:
     """The config with the fastest layout of a target, or the smallest where none fits; None where there is none.
 
     Remat is left alone where that is possible. A batch that no layout takes grows to a row for each device, at the same
@@ -110,9 +108,9 @@ def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config
     train = config.train.model_copy(update={"global_batch_size": larger, "accumulation_steps": 1})
     steps = max(1, round(config.train.steps * rows / larger))
     for tried in (config, with_steps(config.model_copy(update={"train": train}), steps)):
-        found = search(tried, target, vary=("mesh", "microbatches"), terms=terms)
+        found = search(tried, target, vary=("mesh", "microbatches"))
         if found.too_large and not found.ranked:
-            found = search(tried, target, terms=terms)
+            found = search(tried, target)
         if found.ranked or found.too_large:
             return (found.ranked or found.too_large)[0].config
     return None
@@ -258,9 +256,6 @@ def why_not(found: Found) -> list[str]:
             f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
             f"{needed}: {describe_layout(nearest.config, found.vary)}"
         )
-        heaviest = Counter(max(one.memory.parts.items(), key=lambda part: part[1])[0] for one in found.too_large)
-        parts = (f"{name} ({count})" for name, count in heaviest.most_common(3))
-        lines.append("their largest part: " + ", ".join(parts))
     # Reasons that differ in numbers only are one, shown by its first.
     kinds: dict[str, list[str]] = {}
     for reason in found.refused:
@@ -321,10 +316,7 @@ def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | 
     check_can_estimate(loaded.config, "parallel.auto")
     target = this_machine()
     if target is None:
-        raise ConfigError(
-            "parallel.auto: the planner does not know this kind of device; set degrees, as in parallel.fsdp=auto, or "
-            "see jaxtrain plan --list"
-        )
+        raise ConfigError("parallel.auto: this device is not in jaxtrain plan --list; set a degree: parallel.fsdp=auto")
     config, reasons = chosen(loaded.config, target, sizes)
     return dataclasses.replace(loaded, config=config, notes=(*loaded.notes, *reasons))
 
@@ -339,19 +331,15 @@ def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tup
     found = search(config, target, vary=VARIED_BY_AUTO, sizes=sizes)
     reasons = why_not(found)
     if not found.ranked:
-        raise ConfigError(
-            f"parallel.auto: no layout of {target.name} fits: {reasons[0] if reasons else 'none was possible'}; "
-            "see jaxtrain plan --search"
-        )
+        raise ConfigError(f"parallel.auto: no layout of {target.name} fits: {reasons[0]}; see jaxtrain plan --search")
     best = found.ranked[0]
     time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms a step bound by {best.time.bound}"
-    lines = [
+    line = (
         f"parallel.auto chose {describe_layout(best.config)} out of {found.tried} layouts for {target.name}: predicted "
         f"{format_gib(best.memory.total_bytes)} a device{time}"
-    ]
+    )
     picked = best.config.parallel.model_copy(update={"auto": False})
-    lines += reasons[:1] if found.too_large else []
-    return config.model_copy(update={"parallel": picked}), lines
+    return config.model_copy(update={"parallel": picked}), [line, *(reasons[:1] if found.too_large else [])]
 
 
 def check_auto(config: Config) -> None:

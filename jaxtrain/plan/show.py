@@ -127,7 +127,6 @@ def answer_lines(estimate: Estimate) -> list[str]:
             f"time: {facts['time to train']} for {format_count(total)} {unit} in {cost.steps:,} steps",
             f"cost: {facts['on demand']} on demand; spot {facts['spot']}",
         ]
-        lines += [f"to improve: {line}" for line in estimate.advice]
     return lines if estimate.fitted is None else [*lines, f"layout: {estimate.fitted}"]
 
 
@@ -277,7 +276,8 @@ def _traffic(traffic: Traffic, whole: float | None) -> str:
     if whole is None:
         return f"{seconds_text(traffic.exposed_seconds)} exposed of {seconds_text(traffic.seconds)}"
     exposed = f"{seconds_text(traffic.exposed_seconds):>12}{_share(traffic.exposed_seconds, whole)}"
-    return f"{exposed}  exposed of {seconds_text(traffic.seconds)}: {size_text(traffic.bytes)} over the {traffic.link} link"
+    sent = f"{size_text(traffic.bytes)} over the {traffic.link} link"
+    return f"{exposed}  exposed of {seconds_text(traffic.seconds)}: {sent}"
 
 
 def _cost(estimate: Estimate) -> dict[str, str]:
@@ -289,7 +289,7 @@ def _cost(estimate: Estimate) -> dict[str, str]:
     rows = {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
-        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (--downtime; Llama 3: 10 % on 16,384)",
+        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (Llama 3: 10 % on 16,384)",
         "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
         "spot": UNKNOWN,

@@ -160,23 +160,19 @@ def measure_cpu(num_devices: int) -> Hardware:
     fp32 = matmul_flops_per_second("float32", device=device)
     # Every 16-bit format is computed in float32 on CPUs without units for it, and casts cost besides.
     bf16 = min(matmul_flops_per_second("bfloat16", device=device), fp32)
-    peaks = {"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16}
-    shares = {name: rate / num_devices for name, rate in peaks.items()}
-    return measured_cpu(shares, memory_bytes_per_second(device=device) / num_devices, _memory(num_devices), num_devices)
-
-
-# Of one core: what the layouts of a CPU are compared with where measuring would give every process its own answer.
-_NOMINAL_FLOPS, _NOMINAL_BANDWIDTH = 5e10, 5e9
+    return _cpu(
+        fp32 / num_devices, bf16 / num_devices, memory_bytes_per_second(device=device) / num_devices, num_devices
+    )
 
 
 def nominal_cpu(num_devices: int) -> Hardware:
     """A CPU with round figures, the same in every process; its times mean nothing, their order does."""
-    peaks: dict[str, float] = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), _NOMINAL_FLOPS)
-    return measured_cpu(peaks, _NOMINAL_BANDWIDTH, _memory(num_devices), num_devices)
+    return _cpu(5e10, 5e10, 5e9, num_devices)
 
 
-def _memory(num_devices: int) -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+def _cpu(fp32: float, bf16: float, bandwidth: float, num_devices: int) -> Hardware:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+    return measured_cpu({"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16}, bandwidth, memory_bytes, num_devices)
 
 
 def this_machine(num_devices: int | None = None) -> Target | None:
