@@ -88,12 +88,13 @@ def compile_row(name: str) -> dict[str, Any]:
     import jax
     import numpy as np
     import optax
+    from program_text import crosses
 
     from jaxtrain.config.model import TransformerConfig
     from jaxtrain.layout.mesh import crossing_axes, make_mesh
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling
-    from jaxtrain.parallel.programs import collectives, crosses
+    from jaxtrain.parallel.programs import collectives
     from jaxtrain.plan.topology import compile_for, topology_devices
     from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
@@ -161,7 +162,7 @@ def compiled(name: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout)
