@@ -46,11 +46,6 @@ STATES = {
         ],
         4,
     ),
-    "groups of factors": (
-        "quickstart",
-        [LORA, "optimizer.groups=[{match: ['*/lora_b'], optimizer: {kind: sgd}}]", "optimizer.moments=int8"],
-        1,
-    ),
 }
 
 
@@ -84,27 +79,18 @@ def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices:
     assert memory.state_bytes == pytest.approx(sharded_bytes(step.abstract_state), rel=0.005)
 
 
-# What is frozen, under every policy, as the step stores it: a plan of too few bytes says that a run fits.
+# What is frozen, as the step stores it: a plan of too few bytes says that a run fits.
 FROZEN = {
-    "blocks": ["optimizer.freeze=['blocks/*']"],
-    "adapters": [LORA],
-    "adapters over nf4": [LORA, "finetune.base=nf4"],
+    "blocks in fp32": ["optimizer.freeze=['blocks/*']", "precision.policy=fp32"],
+    "blocks in bf16_pure": ["optimizer.freeze=['blocks/*']", "precision.policy=bf16_pure"],
+    "adapters in fp8": [LORA, "precision.policy=fp8"],
+    "adapters over nf4 in bf16_pure": [LORA, "finetune.base=nf4", "precision.policy=bf16_pure"],
 }
-POLICIES = ("fp32", "bf16_pure", "fp8")
-QUICK = {("blocks", "fp32"), ("blocks", "bf16_pure"), ("adapters over nf4", "bf16_pure")}
 
 
-@pytest.mark.parametrize(
-    ("frozen", "policy"),
-    [
-        pytest.param(frozen, policy, marks=() if (frozen, policy) in QUICK else pytest.mark.long)
-        for frozen in FROZEN
-        for policy in POLICIES
-        if (frozen, policy) != ("adapters over nf4", "fp8")  # refused
-    ],
-)
-def test_what_is_frozen_takes_the_bytes_of_the_step(frozen: str, policy: str) -> None:
-    config = load_config("quickstart", overrides=[*FROZEN[frozen], f"precision.policy={policy}"]).config
+@pytest.mark.parametrize("overrides", FROZEN.values(), ids=FROZEN)
+def test_what_is_frozen_takes_the_bytes_of_the_step(overrides: list[str]) -> None:
+    config = load_config("quickstart", overrides=overrides).config
     state = step_of(config, 1).abstract_state
     parts = analyse(config, target_of(find("h100"), 1)).memory.parts
     assert parts["parameters"] == sharded_bytes(state.params)
