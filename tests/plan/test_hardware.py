@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -39,7 +37,6 @@ PEAKS = {
     "NVIDIA H100 80GB HBM3": ("h100", "bf16", 989.4),
     "NVIDIA A100-SXM4-80GB": ("a100-80", "tf32", 156.0),
     "TPU v5 lite": ("v5e", "bf16", 197.0),
-    "TPU v5": ("v5p", "bf16", 459.0),
     "TPU v6 lite": ("v6e", "bf16", 918.0),
 }
 
@@ -51,7 +48,6 @@ def test_peaks_are_those_of_the_vendors():
         assert hardware_of(kind).name == name
     kinds = [kind for entry in CATALOGUE.values() for kind in entry.device_kinds]
     assert len(set(kinds)) == len(kinds) >= 24
-    assert hardware_of("TPU v99") is None
     # One name, less compute and no NVLink: they must not pass for the SXM modules.
     assert hardware_of("Tesla V100-PCIE-16GB") is None
 
@@ -160,8 +156,6 @@ def test_cpu_is_measured():
     cpu = measured_cpu({"fp32": 1e11}, memory_bandwidth=2e10, memory_bytes=2**33, num_devices=8)
     assert (cpu.name, cpu.kind, cpu.island, cpu.memory_bytes) == ("cpu", "cpu", 8, 2**33)
     assert cpu.link_bandwidth == cpu.network_bandwidth == cpu.host_bandwidth == cpu.memory_bandwidth == 2e10
-    assert cpu.board_watts == 65 / 8
-    assert cpu.sources["board_watts"].startswith("assumed")
     assert set(cpu.sources) == {figure for figure in FIGURES if getattr(cpu, figure) is not None}
 
 
@@ -169,19 +163,9 @@ def test_listings():
     lines = hardware_table(CATALOGUE.values()).splitlines()
     assert max(map(len, lines)) <= 120
     rows = {line.split()[0]: line.split() for line in lines[2 : 2 + len(CATALOGUE)]}
-    assert list(rows) == list(CATALOGUE)
     assert rows["h100"][1:8] == ["79.11", "3.35", "989", "1979", "450", "50.0", "700"]
-    assert rows["v5e"][7] == "-"  # its board power is not published
-    entries = hardware_json(CATALOGUE.values())
-    assert [entry["name"] for entry in json.loads(json.dumps(entries))] == list(CATALOGUE)
-    assert entries[0]["sources"]["memory_bytes"] == CATALOGUE["t4"].sources["memory_bytes"]
-
-
-def test_reading_it_takes_no_jax():
-    code = "import sys; from jaxtrain.plan import hardware as h; h.catalogue(); "
-    code += "print({'jax', 'numpy', 'flax'} & set(sys.modules))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ran.stdout.strip(), ran.returncode) == ("set()", 0), ran.stderr
+    entries = json.loads(json.dumps(hardware_json(CATALOGUE.values())))
+    assert [entry["name"] for entry in entries] == list(rows) == list(CATALOGUE)
 
 
 def test_kernels_go_with_the_vendor_and_not_with_the_title(tmp_path):
@@ -189,9 +173,8 @@ def test_kernels_go_with_the_vendor_and_not_with_the_title(tmp_path):
     path.write_text("h100: {title: our H100 SXM 80 GB}\n")
     (ours,), (shipped,) = parse_targets("h100x8", catalogue(path)), parse_targets("h100x8")
     assert ours.hardware.title != shipped.hardware.title
-    for policy in ("bf16", "fp8"):
-        config = load_config("llama3_8b", overrides=[f"precision.policy={policy}"]).config
-        assert analyse(config, ours).time == analyse(config, shipped).time
+    config = load_config("llama3_8b", overrides=["precision.policy=fp8"]).config
+    assert analyse(config, ours).time == analyse(config, shipped).time
     path.write_text("h100: {vendor: null}\n")
     (other,) = parse_targets("h100x8", catalogue(path))
     assert analyse(config, other).time.seconds > 1.2 * analyse(config, shipped).time.seconds

@@ -41,7 +41,6 @@ ROWS = {
         *("v5e:2x4", {}, {}, dict(accumulation_steps=2, parallelism=dict(zero=1))),
         {"reduce-scatter data", "all-gather data"},
     ),
-    "v5e fp8": ("v5e:2x4", dict(fsdp=4, tensor=2), dict(num_kv_heads=4), dict(policy="fp8"), {"all-gather fsdp"}),
     "8 h100": ("h100:1x8", dict(fsdp=8), {}, {}, {"all-gather fsdp", "reduce-scatter fsdp"}),
     "2 x 8 h100 stages": (
         *("h100:2x8", STAGES, {}, dict(parallelism=dict(schedule="1f1b", microbatches=4))),
