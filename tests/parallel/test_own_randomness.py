@@ -83,13 +83,10 @@ def summed(outputs: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Ar
     return jnp.sum(outputs), jnp.float32(outputs.shape[0]), {}
 
 
-def masks(model: Model, degrees: dict[str, int], **options: Any) -> np.ndarray:
+def masks(model: Model, degrees: dict[str, int]) -> np.ndarray:
     """The mask of each row, [ROWS, WIDTH]."""
-    mesh = make_mesh_of(degrees)
-    parallelism = Parallelism(max_replicated_fraction=1, **options)
-    step = make_train_step(
-        model, Task("sum", summed), optax.sgd(1.0), mesh=mesh, accumulation_steps=2, parallelism=parallelism
-    )
+    options = dict(accumulation_steps=2, parallelism=Parallelism(max_replicated_fraction=1))
+    step = make_train_step(model, Task("sum", summed), optax.sgd(1.0), mesh=make_mesh_of(degrees), **options)
     state = step.init(0)
     before = np.asarray(state.params["code"])
     state, _ = step(state, {"inputs": np.arange(ROWS, dtype=np.int32), "targets": np.arange(ROWS, dtype=np.int32)})
@@ -124,5 +121,4 @@ def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str
 @pytest.mark.long
 def test_drawn_by_row_they_are_the_same_on_every_mesh() -> None:
     alone, found = (masks(with_stages(by_row, DrawsByRow), degrees) for degrees in (dict(data=1), dict(pipe=2, data=2)))
-    assert len(np.unique(alone, axis=0)) == ROWS
     np.testing.assert_array_equal(found, alone)
