@@ -48,7 +48,6 @@ def test_blocks_on_the_last_stage_give_the_numbers_of_one_device() -> None:
 BIASED: dict[str, tuple[dict[str, int], int, Logits, bool]] = {
     "tensor and data, accumulation, vocabulary": ({"data": 2, "tensor": 2}, 2, "vocabulary", False),
     "tensor, context and fsdp, tokens, tied": ({"context": 2, "tensor": 2, "fsdp": 2}, 1, "tokens", True),
-    "data, vocabulary": ({"data": 4}, 1, "vocabulary", False),
 }
 
 

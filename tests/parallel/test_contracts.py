@@ -74,14 +74,6 @@ def test_gradients_cross_data_once_a_step_after_the_loop(row: str) -> None:
     assert len(reduced) == len(jax.tree.leaves(program("transformer", row, 4).params))
 
 
-def test_zero_2_keeps_a_part_of_each_microbatch() -> None:
-    """Its accumulated gradients are parts, so that it scatters in the loop: memory for communication."""
-    found, mesh = compiled("transformer", "zero=2", 4)
-    scattered = [c for c in found if c.kind == "reduce-scatter" and c.in_loop and crosses(c, mesh, "data")]
-    assert scattered
-    assert not [c for c in found if c.kind == "all-reduce" and c.size > SMALL and crosses(c, mesh, "data")]
-
-
 @pytest.mark.parametrize("row", ["zero=1", "zero=2"])
 def test_zero_sends_each_parameter_twice(row: str) -> None:
     """The paper's volume: a reduce-scatter and an all-gather of P elements, of which a ring sends (N - 1) / N each.

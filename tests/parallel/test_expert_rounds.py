@@ -100,7 +100,6 @@ reference = jax.jit(differentiated(dense_experts))
     ("mesh", "routing"),
     [
         *(("expert=4,data=2", routing) for routing in ROUTINGS),
-        pytest.param("expert=2,tensor=2,fsdp=2", "even", marks=pytest.mark.long),
         pytest.param("expert=2,tensor=2,fsdp=2", "all to one shard", marks=pytest.mark.long),
         pytest.param("expert=2,context=2,data=2", "one device to one shard", marks=pytest.mark.long),
     ],

@@ -50,14 +50,12 @@ def train(where: Layout, accumulation: int) -> tuple[np.ndarray, Any]:
 alone = functools.cache(lambda: train(ONE, 2))
 
 
-@pytest.mark.parametrize(("weight", "power"), [(7, 4), (8, 8), (0.3, 0.25), (0, 1), (-5, 4)])
-def test_losses_are_differentiated_over_powers_of_two(weight: float, power: float) -> None:
-    divided = jnp.float32(weight)
-    assert float(loss_divisor(divided, powers_of_two=True)) == power
-    if weight:
-        assert loss_constant(abs(weight), powers_of_two=True) == power
-        mean = as_means(jnp.bfloat16(3), divided, powers_of_two=True)
-        np.testing.assert_allclose(mean * divided, 3 * power, rtol=1e-6)
+def test_losses_are_differentiated_over_powers_of_two() -> None:
+    for weight, power in ((7, 4), (8, 8), (0.3, 0.25)):
+        assert float(loss_divisor(jnp.float32(weight), powers_of_two=True)) == power
+        assert loss_constant(weight, powers_of_two=True) == power
+        mean = as_means(jnp.bfloat16(3), jnp.float32(weight), powers_of_two=True)
+        np.testing.assert_allclose(mean * weight, 3 * power, rtol=1e-6)
 
 
 @pytest.mark.long

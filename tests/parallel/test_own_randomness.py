@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from layouts import make_mesh_of
 
 from jaxtrain import (
@@ -16,7 +16,6 @@ from jaxtrain import (
     Model,
     Parallelism,
     Task,
-    from_linen,
     from_nnx,
     from_stages,
     make_stack,
@@ -36,13 +35,6 @@ class OwnDropout(nnx.Module):
 
     def __call__(self, numbers: jax.Array) -> jax.Array:
         return self.dropout(self.code[...][numbers])
-
-
-class OwnLinen(linen.Module):
-    @linen.compact
-    def __call__(self, numbers: jax.Array, deterministic: bool) -> jax.Array:
-        code = self.param("code", lambda key: jnp.ones((ROWS, WIDTH)))
-        return linen.Dropout(0.5, deterministic=deterministic)(code[numbers])
 
 
 class Scale(nnx.Module):
@@ -100,7 +92,6 @@ def unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
 # The last number: how many draws a row passes, each of which keeps half of its numbers.
 ROW_DRAWS = {
     "nnx marked, its own dropout": (lambda: from_nnx(OwnDropout, call=DrawsByRow(own_dropout)), dict(data=4), 1),
-    "linen": (lambda: from_linen(OwnLinen(), np.arange(2, dtype=np.int32)), dict(data=2, fsdp=2), 1),
     "stages, pipe": (lambda: with_stages(opaque, unmarked), dict(pipe=2, data=2), 3),
     "stages, by row": (lambda: with_stages(by_row, DrawsByRow), dict(data=4), 3),
 }

@@ -1,4 +1,4 @@
-"""A stack of a user's own module, and parameters without elements: under ZeRO as on one device."""
+"""A stack of a user's own module: under ZeRO as on one device."""
 
 from collections.abc import Mapping
 
@@ -10,32 +10,6 @@ from flax import nnx
 from layouts import make_mesh_of
 
 import jaxtrain as jt
-
-BATCH = {
-    "inputs": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
-    "targets": np.arange(8, dtype=np.int32) % 3,
-}
-
-
-def test_a_parameter_without_elements_trains_as_on_one_device() -> None:
-    """As an optional part of a model may have."""
-    model = jt.from_functions(
-        lambda key: {"w": jax.random.normal(key, (8, 4)), "none": jnp.zeros((0, 4)), "narrow": jnp.zeros((4, 0))},
-        lambda params, x: x @ params["w"] + params["none"].sum(0) + params["narrow"].sum(),
-    )
-    found = []
-    for degrees, zero, accumulation in ((dict(data=1), 0, 1), (dict(data=2, fsdp=2), 2, 2)):
-        step = jt.make_train_step(
-            model,
-            jt.classification(),
-            optax.adamw(1e-2),
-            mesh=make_mesh_of(degrees),
-            accumulation_steps=accumulation,
-            parallelism=jt.Parallelism(zero=zero),
-        )
-        state, first = step(step.init(0), BATCH)
-        found.append([float(first["loss"]), float(step(state, BATCH)[1]["loss"])])
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 class Net(nnx.Module):
