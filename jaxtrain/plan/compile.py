@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (20.55G) exceeds available HBM (15.75G)."
 _USED = re.compile(r"([\d.]+)([KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# The line of a traceback that names what was raised.
-_RAISED = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
 @dataclass(frozen=True)
@@ -207,9 +205,8 @@ def ask(what: str, config: Config, target: Target) -> dict[str, Any]:
     command = [sys.executable, "-m", "jaxtrain.plan.compile"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        message = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
-        return {"error": f"the compiler failed: {message[:300]}"}
+        raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*$", done.stderr, re.MULTILINE)
+        return {"error": f"the compiler failed: {(raised or [done.stderr[-300:].strip()])[-1][:300]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -143,8 +143,6 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config]]:
             yield "parallel.zero=1", _with(config, "parallel", zero=1)
         shards = parallel.data * int(parallel.fsdp)
         yield f"parallel.fsdp={shards}", _with(config, "parallel", zero=0, data=1, fsdp=shards)
-    if isinstance(config.model, OF_BLOCKS):
-        yield from _inward(config)
     if parallel.pipe == 1:
         for factor in (2, 4, 8, 16):
             steps = config.train.accumulation_steps * factor
@@ -162,19 +160,6 @@ def _changes(config: Config, target: Target) -> Iterator[tuple[str, Config]]:
     if policy == "bf16":
         pure = _with(config, "precision", policy="bf16_pure")
         yield "precision.policy=bf16_pure (no fp32 master parameters)", pure
-
-
-def _inward(config: Config) -> Iterator[tuple[str, Config]]:
-    """Devices moved from the batch's axes to heads or sequence, for activations of few long rows."""
-    parallel = config.parallel
-    for axis in ("tensor", "context"):
-        for factor in (2, 4, 8):
-            source = next((one for one in ("fsdp", "data") if int(getattr(parallel, one)) % factor == 0), None)
-            if source is not None:
-                degrees = {axis: int(getattr(parallel, axis)) * factor}
-                degrees[source] = int(getattr(parallel, source)) // factor
-                name = " and ".join(f"parallel.{name}={size}" for name, size in degrees.items())
-                yield name, _with(config, "parallel", **degrees)
 
 
 def _pairs(config: Config, target: Target) -> Iterator[tuple[str, Config]]:

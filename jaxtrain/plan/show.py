@@ -380,12 +380,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         Nested objects; units are in the keys, and infinities are null.
     """
     target, workload, memory, time = estimate.target, estimate.workload, estimate.memory, estimate.time
-    answer: dict[str, Any] = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
-    for name in ("workload", "memory", "time", "cost", "exact"):
-        answer[name] = None if answer[name] is None else dataclasses.asdict(answer[name])
-    answer["config"] = estimate.config.model_dump(mode="json")
-    answer["target"] = {"name": target.name, **dataclasses.asdict(target)}
-    answer["fits"] = estimate.fits
+    answer: dict[str, Any] = dataclasses.asdict(estimate)
+    answer |= {"config": estimate.config.model_dump(mode="json"), "fits": estimate.fits}
+    answer["target"]["name"] = target.name
     answer["workload"] |= {name: getattr(workload, name) for name in ("sequence_length", "tokens", "row_bytes")}
     answer["memory"] |= {name: getattr(memory, name) for name in ("total_bytes", "usable_bytes", "fits")}
     answer["memory"]["parts_bytes"] = answer["memory"].pop("parts")

@@ -5,12 +5,10 @@ that jax was not started on the plugin must be initialized, and no public name d
 one say whether jax has started (`jax._src.xla_bridge`).
 """
 
-import contextlib
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +106,8 @@ def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:
         options["chips_per_host_bounds"] = (1, 1, 1)  # hosts have four unless told otherwise
     try:
         # Where a TPU is in use, libtpu is loaded and knows its machine.
-        with _environment({} if running == "tpu" else _TPU_ENVIRONMENT):
-            return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+        os.environ |= {} if running == "tpu" else _TPU_ENVIRONMENT | os.environ
+        return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
     except RuntimeError as error:
         raise ConfigError(f"no TPU slice {name}: {str(error).strip().partition(chr(10))[0][:200]}; {_WRITE}") from None
 
@@ -118,8 +116,8 @@ def _gpu_devices(kind: str, shape: str) -> list[Any]:
     from jax.experimental import topologies
 
     # The plugin refuses to register where there is no driver, unless it is told not to look.
-    with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
-        _start_jax()
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    _start_jax()
     from jaxlib import xla_client
 
     if not xla_client.pjrt_plugin_initialized("cuda"):
@@ -142,15 +140,3 @@ def _start_jax() -> str:
         jax.config.update("jax_platforms", "cpu")
     # This also registers the plugins of the platforms that jax does not run on.
     return jax.devices()[0].platform
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that are not set, and take them back."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
