@@ -27,21 +27,22 @@ def test_several_targets_stand_side_by_side(cli):
     answer = cli(*PLAN, "h100,v5e-1,rtx4090")
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
-    # Three lines for each are the answer; then the table, which --full makes longer.
-    for name, (fits, time, cost) in zip(
-        ("h100", "v5e-1", "rtx4090"), (lines[:3], lines[4:7], lines[8:11]), strict=True
-    ):
-        assert re.fullmatch(rf"{name} fits: [\d.]+ MiB of [\d.]+ GiB.*, by formulas", fits)
-        assert re.fullmatch(r"time: [\d.]+ s for 819k tokens in 800 steps, [\d.]+M tokens/s, MFU .*", time)
+    # Five lines for each are the answer; then the table, which --full makes longer.
+    for place, name in enumerate(("h100", "v5e-1", "rtx4090")):
+        fits, step, speed, time, cost, empty = lines[6 * place : 6 * place + 6]
+        assert re.fullmatch(rf"{name} fits: [\d.]+ MiB of [\d.]+ GiB, by formulas", fits)
+        assert re.fullmatch(r"step: \S+ .s \(\S+ .s to \S+ .s\), bound by .*", step)
+        assert re.fullmatch(r"speed: [\d.]+M tokens/s, MFU .*", speed)
+        assert re.fullmatch(r"time: [\d.]+ s for 819k tokens in 800 steps", time)
         assert re.fullmatch(r"cost: \S.* on demand; spot \S.*", cost)
-    assert re.split(r"  +", lines[12].strip()) == ["h100", "v5e-1", "rtx4090"]
+        assert empty == ""
+    assert re.split(r"  +", lines[18].strip()) == ["h100", "v5e-1", "rtx4090"]
     assert "energy" not in answer.out
     assert "\n  energy  " in cli(*PLAN, "h100,v5e-1,rtx4090", "--full").out
     for title in ("memory of one device, at its peak", "step, predicted", "whole run", "assumptions"):
         assert f"\n{title}\n" in answer.out
     assert re.search(r"parameters +1\.61M \(1,608,800\)", answer.out)
-    verdict = next(line for line in answer.out.splitlines() if "verdict" in line)
-    assert verdict.count("fits: ") == 3
+    assert answer.out.count("fits: ") == 3  # once of each
     assert max(map(len, answer.out.splitlines())) <= 120
 
 
@@ -69,7 +70,6 @@ def test_cost_follows_what_is_asked(cli, tmp_path):
 
     plain = cost()
     assert plain["steps"] == 800
-    assert cost("--checkpoint-minutes", "7")["spot"]["checkpoint_interval_seconds"] == 420
     own = cost("--hardware", str(path))
     assert own["on_demand_usd"] == pytest.approx(1.5 * own["device_hours"])
     slow = cost("parallel.fsdp=16", "--on", "h100x16", "--network", "1Gb")
@@ -124,7 +124,7 @@ def test_search_ranks_and_explains(cli):
     heading = r"\nh100x8: (\d+) of (\d+) layouts fit; the first by step time:\n"
     fit, total = map(int, re.search(heading, answer.out).groups())
     assert total == int(tried) > fit > 0
-    ranked = re.findall(r"^ +(\d+)\. +([\d.,]+) ms +([\d.]+) MiB +(\S.*)$", answer.out, re.MULTILINE)
+    ranked = re.findall(r"^ +(\d+)\. +([\d.,]+) µs +([\d.]+) MiB +(\S.*)$", answer.out, re.MULTILINE)
     assert [int(row[0]) for row in ranked] == list(range(1, 11))
     # Not "0 ms" for a model that takes less than one.
     times = [float(row[1]) for row in ranked]
@@ -147,9 +147,9 @@ def test_the_largest_batch(cli):
 def test_advice_is_shown_where_it_does_not_fit(cli):
     answer = cli("plan", "llama3_8b", "--on", "h100x8", "--analytic", "remat.policy=none")
     assert answer.code == 0
-    assert re.match(r"h100x8 does not fit: .*; to change: remat\.policy=dots: .* GiB, step", answer.out)
-    assert re.search(r"verdict +does not fit: [\d.]+ GiB of [\d.]+ GiB", answer.out)
-    assert re.search(r"^- .*remat\.policy=dots: [\d.]+ GiB, step [\d.]+ x as long$", answer.out, re.MULTILINE)
+    first, second, *_ = answer.out.splitlines()
+    assert re.fullmatch(r"h100x8 does not fit: [\d.]+ GiB of [\d.]+ GiB, by formulas", first)
+    assert re.fullmatch(r"to change: remat\.policy=dots: [\d.]+ GiB, step [\d.]+ x as long", second)
 
 
 def test_writes_a_page(cli, tmp_path):
@@ -197,6 +197,6 @@ def test_the_written_config_plans_the_same(cli, tmp_path, words):
 def test_a_layout_that_the_devices_cannot_take_is_fitted_and_said(cli, words, taken):
     answer = cli("plan", *words.split(), "--analytic")
     assert (answer.code, answer.err) == (0, "")
-    fits, time, cost, fitted, *_ = answer.out.splitlines()
-    assert (" fits: " in fits, time[:6], cost[:6]) == (True, "time: ", "cost: ")
-    assert re.match(f"planned for h100.* with .*{taken}", fitted)
+    fits, _, _, _, _, fitted, *_ = answer.out.splitlines()
+    assert " fits: " in fits
+    assert re.match(f"layout: planned for h100.* with .*{taken}", fitted)
