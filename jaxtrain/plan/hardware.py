@@ -228,7 +228,7 @@ def measured_cpu(
     shipped = catalogue()["cpu"]
     # Data between the devices of a CPU moves through its memory.
     rates = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
-    sources = dict.fromkeys(("memory_bytes", "peak_flops", *rates), "measured on this machine")
+    sources: dict[str, str] = dict.fromkeys(("memory_bytes", "peak_flops", *rates), "measured on this machine")
     sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     values: dict[str, Any] = {
         **dict.fromkeys(rates, memory_bandwidth),

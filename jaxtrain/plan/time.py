@@ -272,7 +272,7 @@ class StepTime:
         bubble_fraction: idle share of a pipeline's step.
         bound: what most of the step waits for: compute, memory, communication over an axis, or the pipeline's bubble.
         model_flops: of the whole step, over all devices.
-        model_flops_utilization: model FLOPs over the devices' dense peak in the run's format; None: no peak known.
+        model_flops_utilization: model FLOPs over the devices' dense peak in the run's format.
         assumptions: lines that state the efficiencies and overlap.
     """
 
@@ -285,7 +285,7 @@ class StepTime:
     bubble_fraction: float
     bound: str
     model_flops: float
-    model_flops_utilization: float | None
+    model_flops_utilization: float
     assumptions: tuple[str, ...]
 
     @property

@@ -57,13 +57,6 @@ def test_traffic_of_experts_is_that_of_the_program(row):
     assert expert_bytes(estimate) == pytest.approx(sent, rel=0.01)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "experts" in row["config"]], ids=lambda row: row["config"])
-def test_memory_of_experts_is_near_that_of_the_program(row):
-    memory = planned(row["config"]).memory
-    # Of programs this small the planner knows the largest tensors only.
-    assert 0.5 < (memory.total_bytes - memory.state_bytes) / row["temporary_bytes"] < 1.5
-
-
 @pytest.mark.long
 def test_the_rows_are_what_compiling_gives():
     row = next(row for row in ROWS if "experts" not in row["config"] and "context" in row["config"])

@@ -54,7 +54,6 @@ def test_peaks_are_those_of_the_vendors():
 
 # what is asked for: name, devices, islands and topology of each target
 FORMS = {
-    "h100": [("h100", 1, 1, "h100:1x1")],
     "2xh100x8": [("h100x16", 16, 2, "h100:2x8")],
     "gb200x144": [("gb200x144", 144, 2, None)],
     "a100-40": [("a100-40", 1, 1, None)],
@@ -66,14 +65,12 @@ FORMS = {
     "v7x-8": [("v7x-8", 8, 1, "tpu7x:2x2x1")],  # two devices a chip
     "cpux8": [("cpux8", 8, 1, None)],
     # As people write them.
-    "RTX 4090:2": [("rtx4090x2", 2, 1, None)],
     "8xH100-SXM5": [("h100x8", 8, 1, "h100:1x8")],
     "A100-40GB": [("a100-40", 1, 1, None)],
     "tpu-v5e-16": [("v5e-16", 16, 1, "v5e:4x4")],
     "mi300x8": [("mi300xx8", 8, 1, None)],
     # Counts that cannot be had become the next larger ones.
     "h100x12": [("h100x16", 16, 2, "h100:2x8")],
-    "v5e-300": [("v5e-512", 512, 2, "v5e:16x16")],
     "v5p": [("v5p-4", 4, 1, "v5p:2x2x1")],
 }
 
@@ -84,7 +81,7 @@ def test_forms(text):
     targets = parse_targets(text, told=told.append)
     assert [(one.name, one.num_devices, one.num_hosts, one.topology) for one in targets] == FORMS[text]
     assert parse_targets(",".join(target.name for target in targets)) == targets
-    assert len(told) == (text in ("h100x12", "v5e-300", "v5p"))
+    assert len(told) == (text in ("h100x12", "v5p"))
 
 
 BAD = {
@@ -136,9 +133,7 @@ def test_a_row_that_the_page_shows_is_all_that_a_laptop_needs(tmp_path):
 MISTAKES = {
     "h100: {on_demand_usd: 2}": "no key 'on_demand_usd'; the nearest is on_demand_usd_hour",
     "h100: {on_demand_usd_hour: -1}": "on_demand_usd_hour: -1: Input should be greater than or equal to 0",
-    "h100: {peak_flops: {bf8: 1e15}}": "no key 'bf8'; the nearest is",
     "h100: {kind: fpga}": "kind: 'fpga': Input should be 'gpu', 'tpu' or 'cpu'",
-    "h101: {on_demand_usd_hour: 2}": "did you mean h100?",
     "h300: {kind: gpu}": "h300 is not in the catalogue, so it needs ",
     "- h100": "mapping",
 }
