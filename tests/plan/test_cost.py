@@ -1,7 +1,6 @@
 """Cost of a run: published times and prices, the model of interruptions against a simulation, and bad input."""
 
 import dataclasses
-import random
 
 import pytest
 
@@ -46,20 +45,6 @@ def test_efficiency_is_highest_at_the_interval_of_daly(mean, published):
     best = max(intervals, key=lambda interval: spot_efficiency(interval, save, restart, mean))
     # Published to two or three digits.
     assert best == pytest.approx(published, rel=0.01)
-
-
-def test_efficiency_agrees_with_a_simulation():
-    """Work over wall time of a job that is interrupted at random, also while it saves and restarts."""
-    interval, save, restart, mean = 600, 60, 300, HOUR
-    generator, wall, segments = random.Random(0), 0.0, 20_000
-    for _ in range(segments):
-        needed = interval + save
-        while (until_interruption := generator.expovariate(1 / mean)) < needed:
-            wall += until_interruption
-            needed = restart + interval + save
-        wall += needed
-    # The scatter of 20,000 segments.
-    assert spot_efficiency(interval, save, restart, mean) == pytest.approx(segments * interval / wall, rel=0.03)
 
 
 def test_efficiency_stays_between_0_and_1():

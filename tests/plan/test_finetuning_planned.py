@@ -106,28 +106,6 @@ def test_nf4_takes_as_many_bits_as_its_paper_says() -> None:
     assert 8 * stored_bytes / sum(stored.quantized.values()) == pytest.approx(4.127, abs=5e-4)
 
 
-def flops_of(*overrides: str) -> float:
-    config = load_config("quickstart", overrides=[*overrides, "train.global_batch_size=1"]).config
-    flops = describe_workload(config).flops_per_row
-    assert flops is not None
-    return flops
-
-
-def test_frozen_kernels_have_no_gradient_of_their_own() -> None:
-    """Forward and the gradient of the inputs are two thirds of a step; adapters count as the small layers they are."""
-    whole = flops_of()
-    config = load_config("quickstart").config
-    workload = describe_workload(config)
-    tensors, length = model_tensors(config.model, workload), workload.input_shape[0]
-    kernels = sum(math.prod(shape) for path, shape in tensors.params.items() if path.endswith("kernel"))
-    vocabulary = math.prod(tensors.params["embedding"])
-    stored = finetuned(load_config("quickstart", overrides=[LORA]).config, tensors)
-    adapters = sum(math.prod(stored.tensors.params[path]) for path in stored.trained or ())
-    # Attention has no weights: its two factors are activations, whose gradients both are needed.
-    expected = whole - 2 * length * (kernels + vocabulary) + 6 * length * adapters
-    assert flops_of(LORA) == pytest.approx(expected, rel=1e-12)
-
-
 # id: (config, overrides, devices, the line)
 SAME = {
     "an adapter of no layer": (

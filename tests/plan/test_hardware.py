@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.hardware import FIGURES, catalogue, hardware_json, hardware_of, hardware_table, measured_cpu
+from jaxtrain.plan.hardware import FIGURES, catalogue, hardware_json, hardware_of, hardware_table
 from jaxtrain.plan.targets import parse_targets, rented_devices
 from jaxtrain.runtime.devices import device_peaks
 
@@ -147,13 +147,6 @@ def test_mistakes_in_a_file_of_the_user(tmp_path, text):
         catalogue(path)
 
 
-def test_cpu_is_measured():
-    cpu = measured_cpu({"fp32": 1e11}, memory_bandwidth=2e10, memory_bytes=2**33, num_devices=8)
-    assert (cpu.name, cpu.kind, cpu.island, cpu.memory_bytes) == ("cpu", "cpu", 8, 2**33)
-    assert cpu.link_bandwidth == cpu.network_bandwidth == cpu.host_bandwidth == cpu.memory_bandwidth == 2e10
-    assert set(cpu.sources) == {figure for figure in FIGURES if getattr(cpu, figure) is not None}
-
-
 def test_listings():
     lines = hardware_table(CATALOGUE.values()).splitlines()
     assert max(map(len, lines)) <= 120
@@ -163,15 +156,11 @@ def test_listings():
     assert [entry["name"] for entry in entries] == list(rows) == list(CATALOGUE)
 
 
-def test_kernels_go_with_the_vendor_and_not_with_the_title(tmp_path):
+def test_kernels_go_with_the_vendor(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("h100: {title: our H100 SXM 80 GB}\n")
-    (ours,), (shipped,) = parse_targets("h100x8", catalogue(path)), parse_targets("h100x8")
-    assert ours.hardware.title != shipped.hardware.title
-    config = load_config("llama3_8b", overrides=["precision.policy=fp8"]).config
-    assert analyse(config, ours).time == analyse(config, shipped).time
     path.write_text("h100: {vendor: null}\n")
-    (other,) = parse_targets("h100x8", catalogue(path))
+    (other,), (shipped,) = parse_targets("h100x8", catalogue(path)), parse_targets("h100x8")
+    config = load_config("llama3_8b", overrides=["precision.policy=fp8"]).config
     assert analyse(config, other).time.seconds > 1.2 * analyse(config, shipped).time.seconds
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -190,21 +189,6 @@ def test_tables_are_narrow_and_json_round_trips(estimates):
         assert found["memory"]["total_bytes"] == sum(estimate.memory.parts.values())
 
 
-class Elements(HTMLParser):
-    """The attributes of all elements of a page."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.found: list[dict[str, str]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append({"tag": tag, **{name: value or "" for name, value in attrs}})
-
-    def having(self, name: str) -> list[dict[str, str]]:
-        return [one for one in self.found if name in one]
-
-
 def page_of(estimates, folder) -> str:
     write_page(estimates, folder / "plan.html")
     return (folder / "plan.html").read_text(encoding="utf-8")
@@ -245,32 +229,22 @@ def plans(words: str):
     return [analytic_plan(loaded, target) for target in parse_targets(targets)]
 
 
-PIPELINE = "parallel.pipe=2 parallel.fsdp=8 parallel.tensor=4 train.accumulation_steps=1 parallel.microbatches=4"
-
-
-@pytest.mark.parametrize("words", [f"llama3_8b h100x64 {PIPELINE}", "resnet50_imagenet v5e-8"])
-def test_figures_of_the_page_are_those_of_the_json(words, tmp_path):
-    (estimate,) = plans(words)
-    page, answer = Elements(page_of([estimate], tmp_path)), as_json(estimate)
-    memory, time = answer["memory"], answer["time"]
-    parts = {one["data-part"]: int(one["data-bytes"]) for one in page.having("data-bytes")}
-    assert parts == memory["parts_bytes"]
-    (span,) = page.having("data-likely")
-    assert [float(span[f"data-{name}"]) for name in ("low", "likely", "high")] == [
-        time[key] for key in ("low_seconds", "seconds", "high_seconds")
-    ]
-    seconds = {one["data-part"]: float(one["data-seconds"]) for one in page.having("data-seconds")}
-    blocks = {block["name"]: block["seconds"] for block in time["blocks"] if block["seconds"]}
+def test_marks_of_the_page_have_the_figures_of_the_json(tmp_path):
+    (estimate,) = plans("resnet50_imagenet v5e-8")
+    page, answer = page_of([estimate], tmp_path), as_json(estimate)
+    parts = {part: int(size) for part, size in re.findall(r'data-part="([^"]+)" data-bytes="(\d+)"', page)}
+    assert parts == answer["memory"]["parts_bytes"]
+    seconds = {part: float(one) for part, one in re.findall(r'data-part="([^"]+)" data-seconds="([^"]+)"', page)}
+    blocks = {block["name"]: block["seconds"] for block in answer["time"]["blocks"]}
     assert {name: seconds[name] for name in blocks} == blocks
-    # Each is a sum of the same numbers in another order.
-    assert math.fsum(seconds.values()) == pytest.approx(time["seconds"], rel=1e-9)
+    assert f'data-likely="{answer["time"]["seconds"]!r}"' in page
 
 
 def test_what_does_not_fit_has_no_time_and_no_cost(tmp_path):
     _, too_large, _ = estimates = plans("gpt2_124m h100x8,rtx4090,v5e-8")
     assert [one.fits for one in estimates] == [True, False, True]
     html = page_of(estimates, tmp_path)
-    assert [one["data-time"] for one in Elements(html).having("data-time")] == ["h100x8", "v5e-8"]
+    assert re.findall(r'data-time="([^"]+)"', html) == ["h100x8", "v5e-8"]
     assert "Not shown, without a time: rtx4090." in html
     for text in (page_of([too_large], tmp_path), table([too_large])):
         assert "$" not in text
