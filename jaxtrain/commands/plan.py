@@ -16,7 +16,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.plan.cost import with_tokens
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate, own_functions
 from jaxtrain.plan.hardware import catalogue, hardware_json, hardware_table
-from jaxtrain.plan.plans import analytic_plan, fitted_plan, how_to_check, with_compiler
+from jaxtrain.plan.plans import analytic_plan, fitted_plan, with_compiler
 from jaxtrain.plan.search import (
     VARIED,
     VARIED_BY_AUTO,
@@ -78,8 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         plans.batches += [_largest_batch(one, arguments) for one in plans.estimates]
     _print_answer(plans, arguments)
     _write_files(plans, loaded, arguments)
-    for line in dict.fromkeys(line for one in plans.estimates if (line := how_to_check(one)) is not None):
-        print_remark(f"jaxtrain: {line}")
+    for line in dict.fromkeys(one.exact_missing or "" for one in plans.estimates):
+        if "pip install" in line:
+            print_remark(f"jaxtrain: the figures are analytic; {line}")
     return 0
 
 

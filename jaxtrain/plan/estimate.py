@@ -176,11 +176,7 @@ def check_can_estimate(config: Config, option: str) -> None:
 
 
 def _analyse_own(config: Config, target: Target) -> Estimate:
-    """The memory of the state and the batch of functions of the user's own; no time and no cost.
-
-    The step is built in a process of its own, on as many emulated devices as the hardware has: what its shapes say does
-    not depend on the kind of device.
-    """
+    """The memory of the state and the batch of functions of the user's own, from emulated devices; no time, no cost."""
     answer = ask("state", config, target)
     if "error" in answer:
         raise (DataError if answer.get("is_data") else ConfigError)(answer["error"])

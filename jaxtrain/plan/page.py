@@ -132,10 +132,7 @@ def _legend(shades: Mapping[str, str]) -> str:
 
 
 def _memory_bars(estimates: Sequence[Estimate]) -> str:
-    """Memory of one device by part: a bar per estimate, with the capacity and, where there is one, the compiler's peak.
-
-    All are as wide as what the device has, or the estimate takes.
-    """
+    """Memory of one device by part: a bar per estimate, with the capacity and the peak of a compiler."""
     shades = _shades(merged(one.memory.parts for one in estimates))
     bars = []
     for name, one in zip(labels(estimates), estimates, strict=True):

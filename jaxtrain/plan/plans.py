@@ -74,14 +74,6 @@ def with_compiler(estimate: Estimate, report: Callable[[str], None]) -> Estimate
     return _advised(dataclasses.replace(estimate, exact=exact, advice=()))
 
 
-def how_to_check(estimate: Estimate) -> str | None:
-    """A line that says how to have an analytic estimate checked; None where no package would do it."""
-    if estimate.exact_missing is None or "pip install" not in estimate.exact_missing:
-        return None
-    install = estimate.exact_missing[estimate.exact_missing.index("pip install") :]
-    return f"the figures for {estimate.target.name} are analytic; to check them, plan again after {install}"
-
-
 def _advised(estimate: Estimate) -> Estimate:
     if estimate.fits is not False or estimate.unknown is not None:
         return estimate

@@ -110,10 +110,7 @@ def traffic(step: DeviceStep) -> list[Sent]:
 
 
 def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float]) -> list[Sent]:
-    """What one device sends for a stack of transformer blocks.
-
-    `summed` gives the bytes of the sums over an axis of gradients of parameters that are not sharded over it.
-    """
+    """What one device sends for a stack of transformer blocks; `summed` as in `traffic`."""
     config, degrees, size, schedule = step.config, step.degrees, step.itemsize, step.schedule
     forwards = 1 if schedule is None else 2
     sent: list[Sent] = []
@@ -148,10 +145,7 @@ def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float
 
 
 def _attention_traffic(step: DeviceStep, stack: Stack, form: AttentionForm, forwards: int) -> float:
-    """Bytes that one device sends over `context` for the attention of one layer and microbatch.
-
-    `forwards` are forward passes, those that are run again included.
-    """
+    """Bytes over `context` for the attention of one layer and microbatch; `forwards` count those that are run again."""
     model, degrees = stack.blocks, step.degrees
     heads, groups, others = model.num_heads, model.kv_heads, degrees["context"] - 1
     head_bytes = step.tokens(stack) * step.itemsize * model.head_width / degrees["tensor"]

@@ -39,7 +39,7 @@ def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> No
     assert answer.code == 0
     assert ", by formulas\n" in answer.out
     (line,) = answer.err.splitlines()  # and none that says that something is compiled
-    assert line.startswith("jaxtrain: the figures for v5e-8 are analytic; to check them")
+    assert line.startswith("jaxtrain: the figures are analytic; compiling for v5e takes libtpu, which is not installed")
     assert line.endswith("pip install 'jaxtrain[aot-tpu]'")
     assert "pip install" not in cli("plan", "gpt2_124m", "--on", "v5e-8", "--analytic").err
 
