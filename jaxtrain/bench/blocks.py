@@ -26,10 +26,9 @@ from jaxtrain.models.shipped.block import Block, Context
 from jaxtrain.models.task import task_sums
 from jaxtrain.ops.attention.rules import visible_pairs
 from jaxtrain.optim.optimizers import trainable_predicate
-from jaxtrain.plan.attention import AttentionWork
 from jaxtrain.plan.compile import sharded_bytes
-from jaxtrain.plan.experts import least_experts
-from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.layers import AttentionWork, least_experts
+from jaxtrain.plan.state import finetuned
 from jaxtrain.plan.step import DeviceStep
 from jaxtrain.plan.work import BlockWork, step_blocks
 from jaxtrain.plan.workload import Workload, model_structure, model_tensors

@@ -13,11 +13,10 @@ from jaxtrain.config.files import to_yaml
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.format import format_bytes, format_count
-from jaxtrain.plan.cost import Terms, with_tokens
+from jaxtrain.plan.cost import with_tokens
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate, own_functions
 from jaxtrain.plan.hardware import catalogue, hardware_json, hardware_table
-from jaxtrain.plan.plans import analytic_plan, fitted_plan, how_to_check, with_compiler
+from jaxtrain.plan.plans import analytic_plan, fitted_plan, with_compiler
 from jaxtrain.plan.search import (
     VARIED,
     VARIED_BY_AUTO,
@@ -28,7 +27,7 @@ from jaxtrain.plan.search import (
     search,
     why_not,
 )
-from jaxtrain.plan.show import answer_lines, as_json, table
+from jaxtrain.plan.show import answer_lines, as_json, search_lines, table
 from jaxtrain.plan.targets import Target, parse_targets, with_network
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime.terminal import print_remark
@@ -65,22 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
     targets = [_measured(target) for target in parse_targets(arguments.on, hardware, told=print_remark)]
     if arguments.network is not None:
         targets = [with_network(target, arguments.network) for target in targets]
-    terms = _terms(loaded.config, arguments)
+    config = _with_tokens(loaded.config, arguments.tokens)
     plans = _Plans()
     for target in targets:
         if arguments.search or arguments.vary or loaded.config.parallel.auto:
-            _search(plans, loaded.config, target, terms, arguments)
+            _search(plans, config, target, arguments)
         else:
-            plans.estimates.append(_compiled(fitted_plan(loaded.config, target, terms), arguments))
+            plans.estimates.append(_compiled(fitted_plan(config, target), arguments))
     for one in plans.estimates if arguments.exact else ():
         if one.exact is None:
             raise ConfigError(f"--exact: {one.target.name}: {one.exact_missing}; without --exact, a plan is analytic")
     if arguments.largest_batch:
         plans.batches += [_largest_batch(one, arguments) for one in plans.estimates]
     _print_answer(plans, arguments)
-    _write_files(plans, terms, loaded, arguments)
-    for line in dict.fromkeys(line for one in plans.estimates if (line := how_to_check(one)) is not None):
-        print_remark(f"jaxtrain: {line}")
+    _write_files(plans, loaded, arguments)
+    for line in dict.fromkeys(one.exact_missing or "" for one in plans.estimates):
+        if "pip install" in line:
+            print_remark(f"jaxtrain: the figures are analytic; {line}")
     return 0
 
 
@@ -112,23 +112,15 @@ def _measured(target: Target) -> Target:
     return dataclasses.replace(target, hardware=measure_cpu(target.num_devices))
 
 
-def _terms(config: Config, arguments: argparse.Namespace) -> Terms:
-    # Raises here what a search would take for the reason that each of its layouts is refused.
-    if arguments.tokens is not None:
-        with_tokens(config, describe_workload(config), arguments.tokens)
-    more: dict[str, Any] = {}
-    if arguments.checkpoint_minutes is not None:
-        more["checkpoint_interval_seconds"] = arguments.checkpoint_minutes * 60
-    if arguments.interruptions_per_day is not None:
-        more["interruptions_per_node_hour"] = arguments.interruptions_per_day / 24
-    return Terms(arguments.tokens, downtime=arguments.downtime, **more)
+def _with_tokens(config: Config, tokens: float | None) -> Config:
+    return config if tokens is None else with_tokens(config, describe_workload(config), tokens)
 
 
 def _compiled(estimate: Estimate, arguments: argparse.Namespace) -> Estimate:
     return estimate if arguments.analytic else with_compiler(estimate, print_remark)
 
 
-def _search(plans: _Plans, config: Config, target: Target, terms: Terms, arguments: argparse.Namespace) -> None:
+def _search(plans: _Plans, config: Config, target: Target, arguments: argparse.Namespace) -> None:
     """Rank the layouts of a target, and add the plans of the fastest.
 
     The next layout takes the place of one that does not fit by the compiler's figures; where none fits, the plan is of
@@ -138,14 +130,14 @@ def _search(plans: _Plans, config: Config, target: Target, terms: Terms, argumen
     # A plan of `parallel: auto` shows the layout that a run would choose.
     vary = arguments.vary or (VARIED if arguments.search else VARIED_BY_AUTO)
     parallel = config.parallel.model_copy(update={"auto": False})
-    found = search(config.model_copy(update={"parallel": parallel}), target, vary=vary, terms=terms)
+    found = search(config.model_copy(update={"parallel": parallel}), target, vary=vary)
     print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
     plans.found.append((target, found))
     if not found.ranked:
         if not found.too_large:
             reason = found.refused[0] if found.refused else "there is none"
             raise ConfigError(f"no layout of {target.name} is possible: {reason}")
-        plans.estimates.append(analytic_plan(found.too_large[0].config, target, terms))
+        plans.estimates.append(analytic_plan(found.too_large[0].config, target))
         return
     best: list[Estimate] = []
     rejected: list[Estimate] = []
@@ -185,12 +177,7 @@ def _print_answer(plans: _Plans, arguments: argparse.Namespace) -> None:
     for name in dict.fromkeys(names):
         print_text("\n".join([*answer_lines(plans.estimates[names.index(name)]), ""]))
     for target, found in plans.found:
-        _print_search(target, found)
-        for each in plans.rejected:
-            if each.target == target:
-                layout = describe_layout(each.config, found.vary)
-                print_text(f"  too large by the compiler, {format_bytes(each.peak_bytes)}: {layout}")
-        print_text("")
+        print_text("\n".join([*search_lines(target, found, [*plans.estimates, *plans.rejected]), ""]))
     print_text(table(plans.estimates, full=arguments.full))
     for batch in plans.batches:
         how, rows = "by compiling" if batch["checked_by"] == "compiler" else "analytic", batch["rows"]
@@ -215,42 +202,21 @@ def _search_json(target: Target, found: Found) -> dict[str, object]:
     return {"target": target.name, "tried": found.tried, "fit": fit, "reasons": why_not(found), "ranking": ranking}
 
 
-def _print_search(target: Target, found: Found) -> None:
-    if found.ranked:
-        order = "by memory, since no time is known"
-        if found.ranked[0].time is not None:
-            unit = found.ranked[0].workload.unit
-            order = f"by {unit}/s, at equal {unit} of the run" if "batch" in found.vary else "by step time"
-        print_text(f"{target.name}: {len(found.ranked)} of {found.tried} layouts fit; the first {order}:")
-    else:
-        print_text(f"{target.name}: none of {found.tried} layouts fits; the plan is of the one of the least memory")
-    for place, one in enumerate(found.ranked[:10], 1):
-        speed = "no time"
-        if one.time is not None and "batch" in found.vary:
-            rate = one.tokens_per_second or one.rows_per_second
-            speed = f"{format_count(rate)} {one.workload.unit}/s"
-        elif one.time is not None:
-            milliseconds = one.time.seconds * 1e3
-            speed = f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
-        memory, layout = format_bytes(one.memory.total_bytes), describe_layout(one.config, found.vary)
-        print_text(f"  {place:>2}. {speed:>10}  {memory:>10}  {layout}")
-    for line in why_not(found):
-        print_text(f"  {line}")
-
-
-def _write_files(plans: _Plans, terms: Terms, loaded: Loaded, arguments: argparse.Namespace) -> None:
+def _write_files(plans: _Plans, loaded: Loaded, arguments: argparse.Namespace) -> None:
     """Write the page of `--html` and the config of `--config`, where they are asked for."""
     if arguments.html is not None:
         from jaxtrain.plan.page import write_page
 
         with writes("--html"):
-            write_page(plans.estimates, Path(arguments.html), searches=plans.found, rejected=plans.rejected)
+            compiled = [*plans.estimates, *plans.rejected]
+            lines = [search_lines(target, found, compiled) for target, found in plans.found]
+            write_page(plans.estimates, Path(arguments.html), searches=lines)
         print_remark(f"wrote {arguments.html}")
     if arguments.config_out is not None:
-        _write_config(_to_write(plans, terms, loaded.config), Path(arguments.config_out), loaded)
+        _write_config(_to_write(plans, loaded.config, arguments.tokens), Path(arguments.config_out), loaded)
 
 
-def _to_write(plans: _Plans, terms: Terms, asked: Config) -> Estimate | None:
+def _to_write(plans: _Plans, asked: Config, tokens: float | None) -> Estimate | None:
     """The first plan that fits, with the largest batch that was found for it; None: none fits.
 
     Its steps, and the lengths of its schedule, follow anew from those of the config that was asked for.
@@ -263,7 +229,7 @@ def _to_write(plans: _Plans, terms: Terms, asked: Config) -> Estimate | None:
             train = estimate.config.train.model_copy(update={"global_batch_size": batch["rows"], "steps": steps})
             optimizer = estimate.config.optimizer.model_copy(update={"schedule": schedule})
             update = {"train": train, "optimizer": optimizer}
-            return analyse(estimate.config.model_copy(update=update), estimate.target, terms)
+            return analyse(_with_tokens(estimate.config.model_copy(update=update), tokens), estimate.target)
     return None
 
 

@@ -323,14 +323,10 @@ def _planning() -> None:
         type=lambda text: tuple(text.split(",")),
         default=(),
         metavar="WHAT",
-        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), precision, optimizer, base, "
-        "rank, batch",
+        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), batch",
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--checkpoint-minutes", type=float, metavar="N", help="time between saves on spot devices")
-    add("--interruptions-per-day", type=float, metavar="N", help="per spot node; default: 1")
-    add("--downtime", type=float, metavar="SHARE", help="of the time to train, as in 0.1 for 10 %%")
     add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
     add("--full", action="store_true", help="print the whole table: time by block and link, energy")
     add("--html", metavar="FILE", help="write a page with pictures to FILE")

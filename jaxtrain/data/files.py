@@ -41,11 +41,11 @@ _FILE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile
 
 # Scheme -> what pip installs to read it with fsspec.
 _PACKAGES = {
-    "s3": "'jaxtrain[s3]'",
-    "gs": "'jaxtrain[gcs]'",
+    "s3": "'.[s3]'",
+    "gs": "'.[gcs]'",
     "hf": "huggingface_hub",
-    "http": "'jaxtrain[data]'",
-    "https": "'jaxtrain[data]'",
+    "http": "'.[data]'",
+    "https": "'.[data]'",
 }
 # What stores call the value that changes with a file's content.
 _TAGS = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "generation", "LastModified", "Last-Modified", "updated")

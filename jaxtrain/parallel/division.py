@@ -6,7 +6,7 @@ from typing import Protocol
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES, nearest_multiples
-from jaxtrain.parallel.schedules import Schedule, make_schedule, num_microbatches
+from jaxtrain.parallel.schedules import Schedule, make_schedule
 
 
 class PipelineOptions(Protocol):
@@ -78,10 +78,10 @@ def _check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
 
 
 def step_microbatches(options: PipelineOptions, num_stages: int, accumulation_steps: int) -> int:
-    """Microbatches of a step: of a pipeline, or of gradient accumulation where there is one stage."""
+    """Microbatches of a step: of accumulation, or of a pipeline, which has two a stage where none are asked for."""
     if num_stages == 1:
         return accumulation_steps
-    return num_microbatches(options.microbatches, num_stages, accumulation_steps=accumulation_steps)
+    return options.microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
 
 
 def pipeline_schedule(

@@ -83,28 +83,20 @@ class Schedule:
         """Ticks of one optimizer step."""
         return len(self.forward)
 
-    def tick_costs(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> tuple[float, ...]:
-        """The time of each tick: the longest over the stages of what they do in it.
+    def bubble_fraction(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> float:
+        """The share of all stages' time that they idle, counted from the table.
 
         Args:
             forward_cost: time of the forward of one microbatch through one chunk.
             backward_cost: time of its backward, recomputing included.
         """
-        return tuple(
-            max(forward_cost * (f is not None) + backward_cost * (b is not None) for f, b in zip(*row, strict=True))
+        costs = [
+            [forward_cost * (f is not None) + backward_cost * (b is not None) for f, b in zip(*row, strict=True)]
             for row in zip(self.forward, self.backward, strict=True)
-        )
-
-    def bubble_fraction(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> float:
-        """The share of all stages' time that they idle, counted from the table; costs as in `tick_costs`."""
-        total = self.num_stages * sum(self.tick_costs(forward_cost, backward_cost))
-        work = sum(
-            cost * (cell is not None)
-            for cost, table in ((forward_cost, self.forward), (backward_cost, self.backward))
-            for row in table
-            for cell in row
-        )
-        return (total - work) / total
+        ]
+        # A tick takes as long as the stage that does most in it.
+        total = self.num_stages * sum(map(max, costs))
+        return (total - sum(map(sum, costs))) / total
 
     def peak_live(self, stage: int | None = None) -> int:
         """The most microbatch inputs that a stage (None: any) holds at once, counted from the table.
@@ -125,11 +117,6 @@ class Schedule:
     def tables(self) -> Tables:
         """The arrays of the runner, with a slot assigned to every activation and gradient that arrives."""
         return _assign(self)
-
-
-def num_microbatches(microbatches: int | None, num_stages: int, *, accumulation_steps: int) -> int:
-    """Microbatches of a pipeline: those asked for, else the accumulation steps, else two a stage."""
-    return microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
 
 
 # A search asks for the same few again and again.

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # "Ran out of memory on HBM, the total memory required for HLO temporaries (20.55G) exceeds available HBM (15.75G)."
 _USED = re.compile(r"([\d.]+)([KMGT])\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# The line of a traceback that names what was raised.
-_RAISED = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,9 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     host_bytes = sharded_bytes(jax.tree.map(lambda leaf, host: leaf if host else None, step.abstract_state, on_host))
     state_bytes = sharded_bytes(step.abstract_state) - host_bytes
     lowered = step.lower(batch)
-    flags = _host_flags(on_host, batch, lowered)
     began = time.monotonic()
     try:
-        compiled = compile_for(devices[0], lowered, on_host=flags)
+        compiled = compile_for(devices[0], lowered)
     except jax.errors.JaxRuntimeError as error:
         used = _USED.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
@@ -101,22 +98,21 @@ def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[s
     import jax
 
     step, batch = planned_step(config, workload, devices)
-    state, on_host = step.abstract_state, step.state_on_host
     names = {
         "parameters": ("params",),
         "optimizer state": ("optimizer_state",),
         "moving average": ("ema", "ema_model_state"),
         "model state": ("model_state",),
     }
-    parts, host_parts = {}, {}
+    parts, host_parts = dict[str, int](), dict[str, int]()
     for name, fields in names.items():
-        trees, hosts = [getattr(state, one) for one in fields], [getattr(on_host, one) for one in fields]
+        trees, hosts = ([getattr(tree, one) for one in fields] for tree in (step.abstract_state, step.state_on_host))
         host_parts[name] = sharded_bytes(jax.tree.map(lambda leaf, host: leaf if host else None, trees, hosts))
         parts[name] = sharded_bytes(trees) - host_parts[name]
     each = zip(jax.tree.leaves(batch), jax.tree.leaves(step.batch_shardings(batch)), strict=True)
     parts["batch"] = sum(math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, where in each)
     return {
-        "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(step.abstract_state.params)),
         "parts": {name: size for name, size in parts.items() if size},
         "host_parts": {name: size for name, size in host_parts.items() if size},
     }
@@ -142,17 +138,6 @@ def stand_in_batches(config: Config, data: "Data", step: "TrainStep") -> "Batche
     if not lacks_reference(step.task, batches.spec()):
         return batches
     return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
-
-
-def _host_flags(on_host: Any, batch: dict[str, Any], lowered: Any) -> tuple[list[bool], list[bool]] | None:
-    """Which arguments (state, batch) and results (state, metrics) of a step lie on the host; None where none does."""
-    import jax
-
-    state = jax.tree.leaves(on_host)
-    if not any(state):
-        return None
-    num_results = len(jax.tree.leaves(lowered.out_info))
-    return [*state, *[False] * len(jax.tree.leaves(batch))], [*state, *[False] * (num_results - len(state))]
 
 
 def sharded_bytes(tree: Any) -> int:
@@ -220,9 +205,8 @@ def ask(what: str, config: Config, target: Target) -> dict[str, Any]:
     command = [sys.executable, "-m", "jaxtrain.plan.compile"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        message = next((line for line in reversed(lines) if _RAISED.match(line)), lines[-1] if lines else "no message")
-        return {"error": f"the compiler failed: {message[:300]}"}
+        raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*$", done.stderr, re.MULTILINE)
+        return {"error": f"the compiler failed: {(raised or [done.stderr[-300:].strip()])[-1][:300]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 

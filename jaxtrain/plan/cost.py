@@ -8,7 +8,6 @@ Sources:
     Llama Team 2024 (arXiv 2407.21783), section 3.3.4.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -36,39 +35,12 @@ _RESTART_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a cost depends on besides hardware and time.
-
-    Attributes:
-        tokens: to train on; None: as many steps as the config says.
-        interruptions_per_node_hour: how often spot devices are taken away.
-        checkpoint_interval_seconds: on spot devices; None: the one that wastes least.
-        downtime: unplanned, as a share of the time to train; None: `unplanned_downtime`.
-
-    Raises:
-        ConfigError: a number that is not positive.
-    """
-
-    tokens: float | None = None
-    interruptions_per_node_hour: float = INTERRUPTIONS_PER_NODE_HOUR
-    checkpoint_interval_seconds: float | None = None
-    downtime: float | None = None
-
-    def __post_init__(self):
-        for name, number in dataclasses.asdict(self).items():
-            is_share = name == "downtime"
-            if number is not None and not (0 <= number < (1 if is_share else math.inf) and (number or is_share)):
-                raise ConfigError(f"{name} is {number}; give a {'share, as in 0.1' if is_share else 'positive number'}")
-
-
-@dataclass(frozen=True)
 class Spot:
     """Training on devices that may be taken away at any time.
 
     Attributes:
         usd_hour: price of one device.
-        checkpoint_interval_seconds: work between two saves: as asked for, or the recommended.
-        recommended_interval_seconds: that of `young_interval`, within 5 minutes and 6 hours.
+        checkpoint_interval_seconds: work between two saves: that of `young_interval`, within 5 minutes and 6 hours.
         efficiency: share of the wall time that is work that is kept, see `spot_efficiency`.
         hours: wall time, with lost work, saves and restarts.
         usd: for all devices. All of the wall time is paid for: an upper bound where restarting means waiting for a
@@ -78,7 +50,6 @@ class Spot:
 
     usd_hour: float
     checkpoint_interval_seconds: float
-    recommended_interval_seconds: float
     efficiency: float
     hours: float
     usd: float
@@ -175,10 +146,10 @@ def unplanned_downtime(num_devices: int) -> float:
     return 0.1 * num_devices / (0.1 * num_devices + 0.9 * 16_384)
 
 
-def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int, terms: Terms) -> Cost:
+def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int) -> Cost:
     """Hours, money and energy of a run of so many optimizer steps, whose checkpoints have so many bytes."""
     hardware, num_devices, rented = target.hardware, target.num_devices, rented_devices(target)
-    downtime = unplanned_downtime(num_devices) if terms.downtime is None else terms.downtime
+    downtime = unplanned_downtime(num_devices)
     computing = step_seconds * steps / 3600
     hours = computing / (1 - downtime)
     device_hours = hours * num_devices
@@ -191,7 +162,7 @@ def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int, 
         device_hours=device_hours,
         rented_devices=rented,
         on_demand_usd=None if rent is None else rent * hours * rented,
-        spot=_spot(computing, target, saved_bytes, terms),
+        spot=_spot(computing, target, saved_bytes),
         energy_kwh=energy_kwh,
         energy_usd=None if energy_kwh is None else energy_kwh * _USD_PER_KWH,
         purchase_usd=None if price is None else price * num_devices,
@@ -199,7 +170,7 @@ def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int, 
     )
 
 
-def _spot(work_hours: float, target: Target, saved_bytes: int, terms: Terms) -> Spot | None:
+def _spot(work_hours: float, target: Target, saved_bytes: int) -> Spot | None:
     """What so many hours of computing cost on devices that may be taken away; None: they have no price.
 
     One lost device stops the whole job, and a cloud takes nodes or slices, not devices. So the job is interrupted as
@@ -212,10 +183,9 @@ def _spot(work_hours: float, target: Target, saved_bytes: int, terms: Terms) -> 
     # All hosts write at once, each its part; what is replicated is written once.
     machines = max(target.num_hosts, math.ceil(target.num_devices / hardware.devices_per_host))
     save_seconds = max(_LEAST_SAVE_SECONDS, saved_bytes / machines / _SAVE_BYTES_PER_SECOND)
-    interruptions_per_hour = terms.interruptions_per_node_hour * target.num_hosts
+    interruptions_per_hour = INTERRUPTIONS_PER_NODE_HOUR * target.num_hosts
     mean_seconds = 3600 / interruptions_per_hour
-    recommended = min(max(young_interval(save_seconds, mean_seconds), _LEAST_INTERVAL), _MOST_INTERVAL)
-    interval = terms.checkpoint_interval_seconds or recommended
+    interval = min(max(young_interval(save_seconds, mean_seconds), _LEAST_INTERVAL), _MOST_INTERVAL)
     # A run that is shorter than the interval saves at its end.
     segment = min(interval, work_hours * 3600)
     # What does not end is no endless number: `is_sensible` says it.
@@ -224,7 +194,6 @@ def _spot(work_hours: float, target: Target, saved_bytes: int, terms: Terms) -> 
     return Spot(
         usd_hour=hardware.spot_usd_hour,
         checkpoint_interval_seconds=interval,
-        recommended_interval_seconds=recommended,
         efficiency=efficiency,
         hours=hours,
         usd=hours * rented_devices(target) * hardware.spot_usd_hour,
@@ -232,14 +201,14 @@ def _spot(work_hours: float, target: Target, saved_bytes: int, terms: Terms) -> 
     )
 
 
-def with_tokens(config: Config, workload: Workload, tokens: float | None) -> Config:
-    """The config with the steps that train on so many tokens, rounded up; as it is where none are asked for.
+def with_tokens(config: Config, workload: Workload, tokens: float) -> Config:
+    """The config with the steps that train on so many tokens, rounded up.
 
     Raises:
-        ConfigError: rows that have no tokens.
+        ConfigError: a number that is not positive, or rows that have no tokens.
     """
-    if tokens is None:
-        return config
+    if not 0 < tokens < math.inf:
+        raise ConfigError(f"tokens is {tokens}; give a positive number")
     if workload.tokens is None:
         raise ConfigError(f"tokens {tokens:g}, but data.kind={config.data.kind} has none; set train.steps instead")
     return with_steps(config, math.ceil(Fraction(str(tokens)) / workload.tokens))

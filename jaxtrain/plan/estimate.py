@@ -9,7 +9,7 @@ from jaxtrain.config.schema import BLOCK_INPUT, Config
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.rules import AXES
 from jaxtrain.plan.compile import ExactMemory, ask
-from jaxtrain.plan.cost import Cost, Terms, run_cost, with_tokens
+from jaxtrain.plan.cost import Cost, run_cost
 from jaxtrain.plan.memory import Memory, reserved_bytes, step_memory
 from jaxtrain.plan.state import shard_parameters, state_bytes
 from jaxtrain.plan.step import device_step, with_degrees
@@ -82,35 +82,31 @@ class Estimate:
         return self.workload.rows / self.time.seconds if self.time else None
 
 
-def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes: RowSizes | None = None) -> Estimate:
+def analyse(config: Config, target: Target, *, sizes: RowSizes | None = None) -> Estimate:
     """Memory, time and cost of a config on a target.
 
     Args:
         config: the run; a degree `auto` is computed from the number of devices of the target.
         target: hardware and count.
-        terms: what the cost assumes; None: `Terms()`.
         sizes: of rows from Python that replace the config's data.
 
     Returns:
         An estimate; its time and cost are None where no peak is known for the number format, and for functions of the
-        user's own. Its config has the steps that the terms ask for.
+        user's own.
 
     Raises:
-        ConfigError: a layout that the model or the batch cannot take, a size that only the data gives, or terms that
-            the data cannot meet.
+        ConfigError: a layout that the model or the batch cannot take, or a size that only the data gives.
     """
     if config.precision.policy == "fp8" and config.model.kind == "resnet":
         raise ConfigError("precision.policy=fp8 is for linear layers, and a resnet has none; use precision.policy=bf16")
     if config.optimizer.learning_rate is not None:
-        # Of the run that the config describes: `--tokens` asks what others cost.
         check_schedule(config.optimizer.schedule, config.train.steps)
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":
         config = _on_one_memory(config)
     if own_functions(config):
         return _analyse_own(config, target)
-    workload, terms = describe_workload(config, sizes), terms or Terms()
-    config = with_tokens(config, workload, terms.tokens)
+    workload = describe_workload(config, sizes)
     step = device_step(config, target, workload)
     stored, degrees = step.stored, dict(step.degrees)
     state = state_bytes(config, stored, step.placed, degrees)
@@ -122,7 +118,7 @@ def analyse(config: Config, target: Target, terms: Terms | None = None, *, sizes
         # Checkpoints of adapters name their base and do not hold it; what `optimizer.freeze` names is saved like the
         # rest.
         saved = whole.total - (whole.frozen if config.finetune.lora is not None else 0)
-        cost = run_cost(config.train.steps, time.seconds, target, saved, terms)
+        cost = run_cost(config.train.steps, time.seconds, target, saved)
     num_parameters = model_tensors(config.model, workload).num_parameters
     notes = (*workload.notes, *_notes(config, target, has_time=time is not None))
     return Estimate(config, target, degrees, workload, num_parameters, memory, time, cost, notes=notes)
@@ -180,11 +176,7 @@ def check_can_estimate(config: Config, option: str) -> None:
 
 
 def _analyse_own(config: Config, target: Target) -> Estimate:
-    """The memory of the state and the batch of functions of the user's own; no time and no cost.
-
-    The step is built in a process of its own, on as many emulated devices as the hardware has: what its shapes say does
-    not depend on the kind of device.
-    """
+    """The memory of the state and the batch of functions of the user's own, from emulated devices; no time, no cost."""
     answer = ask("state", config, target)
     if "error" in answer:
         raise (DataError if answer.get("is_data") else ConfigError)(answer["error"])

@@ -139,23 +139,14 @@ def _own_rows(path: Path, shipped: Mapping[str, Hardware]) -> dict[str, Hardware
     found = {}
     for name, row in rows.items():
         where = f"{path}:{lines.get((str(name),), 1)}: {name}"
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}: an entry is a mapping of figures, as in on_demand_usd_hour: 2.5")
-        peaks = row.get("peak_flops", {})
-        formats = peaks if isinstance(peaks, dict) else {}
-        for known, keys in ((_KEYS, row), (_FORMATS, formats)):
-            if unknown := [key for key in keys if key not in known]:
-                nearest = difflib.get_close_matches(str(unknown[0]), known, 1, 0.0)[0]
-                raise ConfigError(f"{where}: no key {unknown[0]!r}; the nearest is {nearest}")
+        if wrong := _mistake(str(name), row, shipped):
+            raise ConfigError(f"{where}{wrong}")
         below = dataclasses.asdict(shipped[name]) if name in shipped else _assumed(row)
-        if missing := [key for key in _NEEDED if key not in {**below, **row}]:
-            close = difflib.get_close_matches(str(name), shipped, 1, 0.6)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{where} is not in the catalogue, so it needs {', '.join(missing)} too{meant}")
         values = {**below, **row, "name": name}
         sources = below["sources"] | dict.fromkeys(row, path.name) | row.get("sources", {})
         try:
-            values["peak_flops"] = below.get("peak_flops", {}) | formats if peaks is formats else peaks
+            if isinstance(values["peak_flops"], dict):
+                values["peak_flops"] = below.get("peak_flops", {}) | values["peak_flops"]
             values["sources"] = {key: sources[key] for key in FIGURES if values[key] not in (None, {})}
             found[name] = _reader().validate_python(values)
         except ValidationError as error:
@@ -163,6 +154,22 @@ def _own_rows(path: Path, shipped: Mapping[str, Hardware]) -> dict[str, Hardware
             key = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{where}: {key}: {first['input']!r}: {first['msg']}") from None
     return found
+
+
+def _mistake(name: str, row: Any, shipped: Mapping[str, Hardware]) -> str | None:
+    """What is wrong with the keys of an entry of a user's file."""
+    if not isinstance(row, dict):
+        return ": an entry is a mapping of figures, as in on_demand_usd_hour: 2.5"
+    peaks = row.get("peak_flops")
+    for known, keys in ((_KEYS, row), (_FORMATS, peaks if isinstance(peaks, dict) else ())):
+        if unknown := [str(key) for key in keys if key not in known]:
+            return f": no key {unknown[0]!r}; the nearest is {difflib.get_close_matches(unknown[0], known, 1, 0.0)[0]}"
+    missing = [key for key in _NEEDED if key not in row]
+    if name in shipped or not missing:
+        return None
+    close = difflib.get_close_matches(name, shipped, 1, 0.6)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f" is not in the catalogue, so it needs {', '.join(missing)} too{meant}"
 
 
 def _assumed(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,15 +225,12 @@ def measured_cpu(
 
     FLOP/s by number format, bytes/s and bytes are of one of its `num_devices` devices while the others work too.
     """
-    measured = "measured on this machine"
-    moved = f"{measured}: data between the devices of a CPU moves through its memory"
-    sources: dict[str, str] = dict.fromkeys(("memory_bytes", "memory_bandwidth", "peak_flops"), measured)
-    sources |= dict.fromkeys(("link_bandwidth", "network_bandwidth", "host_bandwidth"), moved)
-    sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     shipped = catalogue()["cpu"]
+    # Data between the devices of a CPU moves through its memory.
     rates = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
-    values = {
-        **dataclasses.asdict(shipped),
+    sources: dict[str, str] = dict.fromkeys(("memory_bytes", "peak_flops", *rates), "measured on this machine")
+    sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
+    values: dict[str, Any] = {
         **dict.fromkeys(rates, memory_bandwidth),
         **dict.fromkeys(("island", "devices_per_host"), num_devices),
         "peak_flops": dict(peak_flops),
@@ -235,7 +239,7 @@ def measured_cpu(
         "board_watts": 65.0 / num_devices,
         "sources": shipped.sources | sources,
     }
-    return Hardware(**values)
+    return dataclasses.replace(shipped, **values)
 
 
 # Columns of the list: two lines of head, and of an entry a figure and its unit and form.

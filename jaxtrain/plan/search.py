@@ -7,40 +7,30 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, TransformerConfig, ViTConfig
-from jaxtrain.config.optimizers import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
 from jaxtrain.metrics.format import format_gib
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.plan.cost import Terms, with_steps
+from jaxtrain.plan.cost import with_steps
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate
 from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.targets import Target, this_machine
 from jaxtrain.plan.workload import RowSizes
 
-# What a search may vary; the rest changes the numbers of a run, and is left alone unless asked for.
+# What a search varies; a batch changes the numbers of a run, and is left alone unless it is asked for.
 VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
-ASKED_FOR = ("precision", "optimizer", "base", "rank", "batch")
+_KNOWN = (*VARIED, "batch")
 # Remat, batch, precision and optimizer stay as the user wrote them.
 VARIED_BY_AUTO = ("mesh", "zero", "schedule")
-_RANKS = (8, 16, 32, 64, 128)
 _MOST_ROWS = 256
-_OPTIMIZERS = {
-    "adamw": AdamWConfig,
-    "lion": LionConfig,
-    "adafactor": AdafactorConfig,
-    "muon": MuonConfig,
-    "sgd": SGDConfig,
-}
 # Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
 _MOST_PIPE = 32
@@ -74,7 +64,6 @@ def search(
     target: Target,
     *,
     vary: Sequence[str] = VARIED,
-    terms: Terms | None = None,
     sizes: RowSizes | None = None,
 ) -> Found:
     """Try every layout.
@@ -82,21 +71,19 @@ def search(
     Args:
         config: the run; what is varied is replaced, everything else stays.
         target: hardware and count.
-        vary: out of `VARIED` and `ASKED_FOR`.
-        terms, sizes: as `analyse` takes them.
+        vary: out of `VARIED` and "batch".
+        sizes: as `analyse` takes them.
 
     Raises:
         ConfigError: an unknown thing to vary, or sizes that only the data knows.
     """
     for name in vary:
-        if name not in (*VARIED, *ASKED_FOR):
-            raise ConfigError(f"cannot search over {name!r}; known: {', '.join((*VARIED, *ASKED_FOR))}")
-        if name in ("base", "rank") and config.finetune.lora is None:
-            raise ConfigError(f"cannot search over {name!r} without adapters; set finetune.lora.rank, such as 16")
+        if name not in _KNOWN:
+            raise ConfigError(f"cannot search over {name!r}; known: {', '.join(_KNOWN)}")
     ranked, too_large, refused = [], [], []
     for candidate in layouts(config, target.num_devices, vary):
         try:
-            estimate = analyse(candidate, target, terms, sizes=sizes)
+            estimate = analyse(candidate, target, sizes=sizes)
         except ConfigError as error:
             refused.append(str(error))
             continue
@@ -110,7 +97,7 @@ def search(
     return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
 
 
-def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config | None:
+def fitted(config: Config, target: Target) -> Config | None:
     """The config with the fastest layout of a target, or the smallest where none fits; None where there is none.
 
     Remat is left alone where that is possible. A batch that no layout takes grows to a row for each device, at the same
@@ -121,9 +108,9 @@ def fitted(config: Config, target: Target, terms: Terms | None = None) -> Config
     train = config.train.model_copy(update={"global_batch_size": larger, "accumulation_steps": 1})
     steps = max(1, round(config.train.steps * rows / larger))
     for tried in (config, with_steps(config.model_copy(update={"train": train}), steps)):
-        found = search(tried, target, vary=("mesh", "microbatches"), terms=terms)
+        found = search(tried, target, vary=("mesh", "microbatches"))
         if found.too_large and not found.ranked:
-            found = search(tried, target, terms=terms)
+            found = search(tried, target)
         if found.ranked or found.too_large:
             return (found.ranked or found.too_large)[0].config
     return None
@@ -174,7 +161,7 @@ def _options(
 
     Degrees that the search has chosen are not those that ZeRO 3 moves to `fsdp`.
     """
-    parallel, pipe, lora = config.parallel, degrees["pipe"], config.finetune.lora
+    parallel, pipe = config.parallel, degrees["pipe"]
     zero = 0 if chosen and parallel.zero == 3 else parallel.zero
     policies = ("none", "dots", "full")
     if not isinstance(config.model, OF_BLOCKS):
@@ -188,10 +175,6 @@ def _options(
         "remat": ("remat.policy", config.remat.policy, policies),
         "microbatches": ("microbatches", *_microbatches(config, most_rows, degrees)),
         "schedule": ("parallel.schedule", parallel.schedule, ("1f1b", "interleaved_1f1b")),
-        "precision": ("precision.policy", config.precision.policy, ("bf16", "bf16_pure")),
-        "optimizer": ("optimizer.kind", config.optimizer.kind, ("adamw", "lion", "adafactor")),
-        "base": ("finetune.base", config.finetune.base, (None, "int8", "nf4")),
-        "rank": ("finetune.rank", None if lora is None else lora.rank, _RANKS),
         "batch": ("train.global_batch_size", config.train.global_batch_size, batches),
     }
     choices = {
@@ -230,39 +213,26 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
     """The config with these degrees and options."""
     groups: dict[str, dict[str, Any]] = {"parallel": dict(mesh), "train": {}}
     pipe = mesh.get("pipe", config.parallel.pipe)
-    optimizer = config.optimizer
     for name, value in options.items():
         group, _, key = name.partition(".")
         if name == "microbatches":
             groups["parallel"]["microbatches"] = value
             groups["train"]["accumulation_steps"] = value if pipe == 1 else 1
-        elif group == "optimizer":
-            optimizer = with_optimizer(config, value)
-        elif name == "finetune.rank":
-            assert config.finetune.lora is not None
-            groups.setdefault("finetune", {})["lora"] = config.finetune.lora.model_copy(update={"rank": value})
         else:
             groups.setdefault(group, {})[key] = value
     if pipe == 1:
         groups["parallel"]["microbatches"] = None
-    updates = {name: getattr(config, name).model_copy(update=update) for name, update in groups.items()}
-    replaced = config.model_copy(update=updates | {"optimizer": optimizer})
+    replaced = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in groups.items()}
+    )
     # As many rows of the whole run as without: steps of different batches are of different lengths.
     rows, own = replaced.train.global_batch_size, config.train.global_batch_size
     return with_steps(replaced, max(1, round(config.train.steps * own / rows)))
 
 
-def with_optimizer(config: Config, kind: str) -> Any:
-    """The optimizer group of another kind, with what all kinds share."""
-    if kind == config.optimizer.kind:
-        return config.optimizer
-    shared = ("learning_rate", "schedule", "weight_decay", "clip_norm", "ema_decay", "freeze", "offload", "groups")
-    return _OPTIMIZERS[kind](**{name: getattr(config.optimizer, name) for name in shared})
-
-
 def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
-    """A layout in a line: degrees above 1, the options that matter on it, and what else a search varied."""
-    parallel, lora = config.parallel, config.finetune.lora
+    """A layout in a line: degrees above 1, the options that matter on it, and the batch where a search varied it."""
+    parallel = config.parallel
     degrees = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) != 1] or ["one device"]
     options = [f"remat={config.remat.policy}"]
     if parallel.zero and parallel.data != 1:
@@ -271,14 +241,9 @@ def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
         options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
     elif config.train.accumulation_steps > 1:
         options.append(f"accumulation={config.train.accumulation_steps}")
-    more = {
-        "precision": config.precision.policy,
-        "optimizer": config.optimizer.kind,
-        "base": f"base {config.finetune.base or 'float'}",
-        "rank": None if lora is None else f"rank {lora.rank}",
-        "batch": f"batch {config.train.global_batch_size}",
-    }
-    return ", ".join([*degrees, *options, *(text for name, text in more.items() if text and name in vary)])
+    if "batch" in vary:
+        options.append(f"batch {config.train.global_batch_size}")
+    return ", ".join([*degrees, *options])
 
 
 def why_not(found: Found) -> list[str]:
@@ -291,9 +256,6 @@ def why_not(found: Found) -> list[str]:
             f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
             f"{needed}: {describe_layout(nearest.config, found.vary)}"
         )
-        heaviest = Counter(max(one.memory.parts.items(), key=lambda part: part[1])[0] for one in found.too_large)
-        parts = (f"{name} ({count})" for name, count in heaviest.most_common(3))
-        lines.append("their largest part: " + ", ".join(parts))
     # Reasons that differ in numbers only are one, shown by its first.
     kinds: dict[str, list[str]] = {}
     for reason in found.refused:
@@ -354,10 +316,7 @@ def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | 
     check_can_estimate(loaded.config, "parallel.auto")
     target = this_machine()
     if target is None:
-        raise ConfigError(
-            "parallel.auto: the planner does not know this kind of device; set degrees, as in parallel.fsdp=auto, or "
-            "see jaxtrain plan --list"
-        )
+        raise ConfigError("parallel.auto: this device is not in jaxtrain plan --list; set a degree: parallel.fsdp=auto")
     config, reasons = chosen(loaded.config, target, sizes)
     return dataclasses.replace(loaded, config=config, notes=(*loaded.notes, *reasons))
 
@@ -372,19 +331,15 @@ def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tup
     found = search(config, target, vary=VARIED_BY_AUTO, sizes=sizes)
     reasons = why_not(found)
     if not found.ranked:
-        raise ConfigError(
-            f"parallel.auto: no layout of {target.name} fits: {reasons[0] if reasons else 'none was possible'}; "
-            "see jaxtrain plan --search"
-        )
+        raise ConfigError(f"parallel.auto: no layout of {target.name} fits: {reasons[0]}; see jaxtrain plan --search")
     best = found.ranked[0]
     time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms a step bound by {best.time.bound}"
-    lines = [
+    line = (
         f"parallel.auto chose {describe_layout(best.config)} out of {found.tried} layouts for {target.name}: predicted "
         f"{format_gib(best.memory.total_bytes)} a device{time}"
-    ]
+    )
     picked = best.config.parallel.model_copy(update={"auto": False})
-    lines += reasons[:1] if found.too_large else []
-    return config.model_copy(update={"parallel": picked}), lines
+    return config.model_copy(update={"parallel": picked}), [line, *(reasons[:1] if found.too_large else [])]
 
 
 def check_auto(config: Config) -> None:

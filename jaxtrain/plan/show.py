@@ -1,68 +1,49 @@
-"""What a plan says: its rows and lines in words, a table for the terminal, JSON for tools. No jax here."""
+"""What a plan says: the answer in lines, its rows in words, a table for the terminal, JSON for tools. No jax here."""
 
 import dataclasses
 import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.config.model import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer
-from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration, format_gib
+from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
 from jaxtrain.plan.estimate import Estimate
-from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.search import Found, describe_layout, why_not
+from jaxtrain.plan.state import finetuned
 from jaxtrain.plan.step import microbatches_of
-from jaxtrain.plan.time import Traffic
+from jaxtrain.plan.targets import Target
+from jaxtrain.plan.time import StepTime, Traffic
 from jaxtrain.plan.workload import model_tensors
 from jaxtrain.runtime.files import strict_json
 
 UNKNOWN = "not known"
-# What cannot run takes no time and costs nothing; `plan --json` has the figures that it would have with more memory.
-_NONE = "none: it does not fit"
 _WIDTH, _MOST_COLUMNS, _MOST_LABEL, _GAP = 120, 4, 30, "  "
-# Of a single estimate: shares would otherwise stand far from what they are shares of.
-_SINGLE_WIDTH = 64
-# What a table has of these sections unless all of it is asked for.
-_BRIEF = {
-    "step, predicted": ("step time", "tokens/s", "examples/s", "MFU", "bound by"),
-    "whole run": ("steps", "time to train", "unplanned downtime", "on demand", "spot", "cost"),
-}
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A cell of one estimate, and its part of the whole where it is a part of one."""
-
-    text: str
-    share: float | None = None
-
-
-@dataclass(frozen=True)
-class Units:
-    """Units that all estimates of a table share, so that a column compares with the next."""
-
-    memory_name: str
-    memory_bytes: int
-    decimals: int
-
-    def memory(self, count: float) -> str:
-        """Bytes in GiB, or in MiB where all are small."""
-        size = count / self.memory_bytes
-        return f"< 0.01 {self.memory_name}" if 0 < size < 0.005 else f"{size:,.2f} {self.memory_name}"
-
-    def milliseconds(self, seconds: float) -> str:
-        """A time of a step in ms."""
-        return f"{1e3 * seconds:,.{self.decimals}f} ms" if math.isfinite(seconds) else UNKNOWN
-
-
-def units_of(estimates: Sequence[Estimate]) -> Units:
-    """The units in which some estimates can be compared."""
-    most = max(max(one.memory.total_bytes, one.peak_bytes) for one in estimates)
-    name, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
-    longest = max((one.time.seconds for one in estimates if one.time and math.isfinite(one.time.seconds)), default=0.0)
-    return Units(name, size, 0 if longest >= 10 else 1 if longest >= 0.1 else 3)
+# What stands in the answer above a table of one plan, and is compared in a table of several.
+_ANSWERED = (
+    "step time",
+    "tokens/s",
+    "examples/s",
+    "MFU",
+    "bound by",
+    "steps",
+    "time to train",
+    "on demand",
+    "spot",
+    "cost",
+)
+# Rows that a table has only where all of it is asked for.
+_FULL = (
+    "unplanned downtime",
+    "device-hours",
+    "spot checkpoints",
+    "spot efficiency",
+    "energy",
+    "buying the devices",
+    "break-even",
+)
 
 
 def hours(count: float) -> str:
@@ -81,8 +62,31 @@ def dollars(usd: float | None) -> str:
     return "under $0.01" if 0 < usd < 0.005 else f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"
 
 
+def seconds_text(seconds: float) -> str:
+    """A time of one step with its unit: `37.5 ms`, `2.31 s`."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    scaled, unit = (1e6 * seconds, "µs") if 0 < seconds < 1e-3 else (1e3 * seconds, "ms")
+    scaled, unit = (seconds, "s") if seconds >= 1 else (scaled, unit)
+    return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
+
+
+def step_text(time: StepTime) -> str:
+    """A step's time with its range: `147 ms (118 ms to 200 ms)`."""
+    return f"{seconds_text(time.seconds)} ({seconds_text(time.low_seconds)} to {seconds_text(time.high_seconds)})"
+
+
+def size_text(count: float) -> str:
+    """Bytes of a device: `72.78 GiB`, and in smaller units where there is less than a tenth of one."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 0.1 * 2**30 else format_bytes(count)
+
+
 def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:7.1f} %" if 0 < whole < math.inf else ""
 
 
 def labels(estimates: Sequence[Estimate]) -> list[str]:
@@ -106,22 +110,79 @@ def merged(lists: Iterable[Iterable[str]]) -> list[str]:
     return names
 
 
-def sections(estimates: Sequence[Estimate], units: Units) -> dict[str, dict[str, list[Fact]]]:
+def answer_lines(estimate: Estimate) -> list[str]:
+    """The answer: whether it fits; step, time and cost of the run, or what makes it fit; a layout that was chosen."""
+    cost, workload = estimate.cost, estimate.workload
+    facts = _time(estimate, alone=False) | _cost(estimate)
+    lines = [f"{estimate.target.name} {verdict(estimate)}"]
+    if estimate.fits is False:
+        lines += [f"to change: {line}" for line in estimate.advice]
+    elif cost is None:
+        lines += [f"step: {facts['step time']}"]
+    else:
+        total, unit = cost.steps * (workload.tokens or workload.rows), workload.unit
+        lines += [
+            f"step: {facts['step time']}, bound by {facts['bound by']}",
+            f"speed: {facts[f'{unit}/s']}, MFU {facts['MFU']}",
+            f"time: {facts['time to train']} for {format_count(total)} {unit} in {cost.steps:,} steps",
+            f"cost: {facts['on demand']} on demand; spot {facts['spot']}",
+        ]
+    return lines if estimate.fitted is None else [*lines, f"layout: {estimate.fitted}"]
+
+
+def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> list[str]:
+    """What a search found: the first ten layouts that fit, of which `plans` may be compiled, and why others do not."""
+    first, lines = found.ranked[:10], []
+    if not first:
+        lines.append(f"{target.name}: none of {found.tried} layouts fits; the plan is of the one of the least memory")
+    else:
+        unit, order = first[0].workload.unit, "by memory, since no time is known"
+        if first[0].time is not None:
+            order = f"by {unit}/s, at equal {unit} of the run" if "batch" in found.vary else "by step time"
+        lines.append(f"{target.name}: {len(found.ranked)} of {found.tried} layouts fit; the first {order}:")
+    for place, one in enumerate(first, 1):
+        speed = "no time" if one.time is None else seconds_text(one.time.seconds)
+        if one.time is not None and "batch" in found.vary:
+            speed = f"{format_count(one.tokens_per_second or one.rows_per_second)} {one.workload.unit}/s"
+        layout = describe_layout(one.config, found.vary)
+        compiled = next((each for each in plans if each.exact is not None and each.config == one.config), None)
+        layout += "; too large by the compiler" if compiled is not None and compiled.fits is False else ""
+        lines.append(f"  {place:>2}. {speed:>10}  {size_text((compiled or one).peak_bytes):>10}  {layout}")
+    return [*lines, *(f"  {line}" for line in why_not(found))]
+
+
+def verdict(estimate: Estimate) -> str:
+    """Whether it fits, with what it takes, what there is, and who says so."""
+    needed, room, exact = estimate.peak_bytes, estimate.room_bytes, estimate.exact
+    if estimate.fits is None and estimate.unknown is not None and exact is None:
+        return f"{UNKNOWN}: the parts below take {size_text(needed)}; {estimate.unknown}"
+    says = "by formulas"
+    if exact is not None:
+        says = f"by its compiler (by formulas {size_text(estimate.memory.total_bytes)})"
+    if estimate.fits is None or room is None:
+        return f"takes {size_text(needed)}, {says}; the capacity is {UNKNOWN}"
+    if estimate.fits:
+        return f"fits: {size_text(needed)} of {size_text(room)}, {says}"
+    return f"does not fit: {size_text(needed)} of {size_text(room)}, {says}"
+
+
+def sections(estimates: Sequence[Estimate]) -> dict[str, dict[str, list[str]]]:
     """Title -> label -> a cell of each estimate, empty where it does not apply."""
-    makers = {
+    alone = len(estimates) == 1
+    makers: dict[str, Callable[[Estimate], dict[str, str]]] = {
         "setup": _setup,
-        "memory of one device, at its peak": _memory,
-        "step, predicted": lambda one, units: _time(one, units, alone=len(estimates) == 1),
+        "memory of one device, at its peak": lambda one: _memory(one, alone=alone),
+        "step, predicted": lambda one: _time(one, alone=alone),
         "whole run": _cost,
     }
     found = {}
     for title, maker in makers.items():
-        facts = [maker(estimate, units) for estimate in estimates]
-        found[title] = {label: [one.get(label, Fact("")) for one in facts] for label in merged(facts)}
+        cells = [maker(estimate) for estimate in estimates]
+        found[title] = {label: [one.get(label, "") for one in cells] for label in merged(cells)}
     return found
 
 
-def _setup(estimate: Estimate, units: Units) -> dict[str, Fact]:
+def _setup(estimate: Estimate) -> dict[str, str]:
     config, target, degrees, workload = estimate.config, estimate.target, estimate.degrees, estimate.workload
     parallel, remat, hardware = config.parallel, config.remat, target.hardware
     place = "slice" if hardware.kind == "tpu" else "host"
@@ -151,9 +212,7 @@ def _setup(estimate: Estimate, units: Units) -> dict[str, Fact]:
         count = len(config.optimizer.groups)
         rows["optimizer"] = config.optimizer.kind + (f" and {count} groups of parameters" if count else "")
     if config.finetune.lora is not None:
-        doubled = "" if config.finetune.base != "nf4" or config.finetune.double_quantization else ", scales in float32"
-        base = config.finetune.base or "float"
-        rows["fine-tuning"] = f"LoRA rank {config.finetune.lora.rank} over {base} kernels{doubled}"
+        rows["fine-tuning"] = f"LoRA rank {config.finetune.lora.rank} over {config.finetune.base or 'float'} kernels"
         if not isinstance(config.model, CalledModel):
             stored = finetuned(config, model_tensors(config.model, workload))
             trained = sum(math.prod(stored.tensors.params[path]) for path in stored.trained or ())
@@ -162,103 +221,75 @@ def _setup(estimate: Estimate, units: Units) -> dict[str, Fact]:
     rows["parameters"] = f"{format_count(estimate.num_parameters)} ({estimate.num_parameters:,})"
     length = workload.sequence_length
     rows["batch"] = f"{workload.rows:,} " + (f"rows of {length:,} tokens" if length is not None else workload.unit)
-    return {label: Fact(text) for label, text in rows.items()}
-
-
-def _memory(estimate: Estimate, units: Units) -> dict[str, Fact]:
-    memory, exact = estimate.memory, estimate.exact
-    total, capacity = memory.total_bytes, memory.capacity_bytes
-    counts = {**memory.parts, "total": total, "of it between steps": memory.state_bytes}
-    rows = {name: Fact(f"{units.memory(n):>12}", n / total if total else None) for name, n in counts.items()}
-    for name, count in memory.host_parts.items():
-        rows[f"on the host: {name}"] = Fact(f"{units.memory(count):>12}")
-    rows["of capacity"] = Fact(UNKNOWN if not capacity else f"{100 * total / capacity:.1f} % of {_capacity(capacity)}")
-    if exact is not None:
-        how = "compiled in" if exact.temporary_bytes is not None else "ran out of memory after"
-        took = f"{how} {format_duration(exact.compile_seconds)}"
-        peak = f"analytic {units.memory(total)}, compiler {units.memory(exact.peak_bytes)} ({took})"
-    else:
-        missing = f": {estimate.exact_missing}" if estimate.exact_missing else ""
-        peak = f"{'at least ' if estimate.unknown else ''}{units.memory(total)}, analytic only{missing}"
-    return {**rows, "peak": Fact(peak), "verdict": Fact(verdict(estimate, units))}
-
-
-def _capacity(count: float) -> str:
-    # Of a device and not of the model: in MiB where small models are, it would be a row of digits.
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else format_bytes(count)
-
-
-def verdict(estimate: Estimate, units: Units | None = None) -> str:
-    """Whether it fits, with what it takes and what there is."""
-    needed, room = (units or units_of([estimate])).memory(estimate.peak_bytes), estimate.room_bytes
-    if estimate.fits is None and estimate.unknown is not None and estimate.exact is None:
-        return f"{UNKNOWN}: the parts above take {needed}; {estimate.unknown}"
-    if estimate.fits is None or room is None:
-        return f"takes {needed}; the capacity is {UNKNOWN}"
-    amounts = f"fits: {needed} of {_capacity(room)}"
-    if not estimate.fits:
-        amounts = f"does not fit: {format_gib(estimate.peak_bytes)} of {format_gib(room)}"
-    if estimate.exact is not None:
-        return f"{amounts}, by the compiler"
-    reserved = estimate.memory.reserved_bytes
-    return f"{amounts} ({_capacity(reserved)} more is reserved)" if reserved else amounts
-
-
-def _time(estimate: Estimate, units: Units, *, alone: bool = False) -> dict[str, Fact]:
-    time = estimate.time
-    if estimate.fits is False:
-        return {"step time": Fact(_NONE)}
-    if time is None:
-        reason = estimate.unknown or f"no peak for {estimate.config.precision.policy} on this hardware"
-        return {"step time": Fact(f"{UNKNOWN}: {reason}")}
-    ms, whole = units.milliseconds, time.seconds if 0 < time.seconds < math.inf else None
-
-    def part(seconds: float) -> float | None:
-        return seconds / whole if whole else None
-
-    span = f"{ms(time.low_seconds).removesuffix(' ms')} to {ms(time.high_seconds).removesuffix(' ms')}"
-    rows = {"step time": Fact(f"{ms(time.seconds)} ({span})")}
-    rate, devices = estimate.tokens_per_second or estimate.rows_per_second or 0.0, estimate.target.num_devices
-    each = f" ({format_count(rate / devices)} per device)" if devices > 1 else ""
-    rows[f"{estimate.workload.unit}/s"] = Fact(format_count(rate) + each)
-    likely = time.model_flops_utilization
-    rows["MFU"] = Fact(UNKNOWN)
-    if likely is not None:
-        ends = (100 * likely * time.seconds / seconds for seconds in (time.high_seconds, time.low_seconds) if seconds)
-        span = [f"{end:.1f}" for end in ends if math.isfinite(end)]
-        rows["MFU"] = Fact(f"{100 * likely:.1f} %" + (f" ({' to '.join(span)} %)" if len(span) == 2 else ""))
-    rows["bound by"] = Fact(time.bound)
-    # Side by side they would be as many rows again; the page has them as bars.
-    for block in time.blocks if alone else ():
-        work = f"{_three_digits(block.intensity)} FLOPs per byte" if block.flops else "only moves data"
-        rows[block.name] = Fact(f"{ms(block.seconds):>12}, bound by {block.bound}, {work}", part(block.seconds))
-    for traffic in time.traffic:
-        label = f"traffic over {traffic.axis}"
-        label = f"{label}: {traffic.kind}" if label in rows else label
-        more = f"; {traffic.link} link: {traffic.kind}" if alone else ""
-        rows[label] = Fact(_traffic(traffic, units) + more, part(traffic.exposed_seconds))
-    if time.bubble_fraction:
-        lost = f"{100 * time.bubble_fraction:.1f} % of the pipeline, {ms(time.bubble_seconds)}"
-        rows["pipeline bubble"] = Fact(lost, part(time.bubble_seconds))
     return rows
 
 
-def _traffic(traffic: Traffic, units: Units) -> str:
-    sent, ms = traffic.bytes / 2**30, units.milliseconds
-    size = f"{sent:,.2f} GiB" if sent >= 0.1 else f"{1024 * sent:,.2f} MiB"
-    return f"{size}, {ms(traffic.seconds)}, {ms(traffic.exposed_seconds)} exposed"
+def _memory(estimate: Estimate, *, alone: bool) -> dict[str, str]:
+    memory = estimate.memory
+    total, capacity = memory.total_bytes, memory.capacity_bytes
+    counts = {**memory.parts, "total": total, "of it between steps": memory.state_bytes}
+    rows = {name: f"{size_text(n):>12}" + (_share(n, total) if alone else "") for name, n in counts.items()}
+    if estimate.exact is not None:
+        rows["by the compiler"] = f"{size_text(estimate.exact.peak_bytes):>12}"
+    rows |= {f"on the host: {name}": f"{size_text(count):>12}" for name, count in memory.host_parts.items()}
+    reserved = f", {size_text(memory.reserved_bytes)} of it reserved" if memory.reserved_bytes else ""
+    return rows | {"capacity": f"{size_text(capacity):>12}{reserved}" if capacity else UNKNOWN}
 
 
-def _cost(estimate: Estimate, units: Units) -> dict[str, Fact]:
+def _time(estimate: Estimate, *, alone: bool) -> dict[str, str]:
+    """What a step takes; side by side its blocks would be as many rows again, and the page has them as bars."""
+    time = estimate.time
+    if estimate.fits is False:
+        return {}
+    if time is None:
+        reason = estimate.unknown or f"no peak for {estimate.config.precision.policy} on this hardware"
+        return {"step time": f"{UNKNOWN}: {reason}"}
+    whole = time.seconds
+    rate, devices = estimate.tokens_per_second or estimate.rows_per_second or 0.0, estimate.target.num_devices
+    each = f" ({format_count(rate / devices)} per device)" if devices > 1 else ""
+    likely = time.model_flops_utilization
+    ends = [f"{100 * likely * whole / end:.1f}" for end in (time.high_seconds, time.low_seconds) if whole < math.inf]
+    rows = {
+        "step time": step_text(time),
+        f"{estimate.workload.unit}/s": f"{format_count(rate)} {estimate.workload.unit}/s{each}",
+        "MFU": f"{100 * likely:.1f} %" + (f" ({' to '.join(ends)} %)" if len(ends) == 2 else ""),
+        "bound by": time.bound,
+    }
+    for block in time.blocks if alone else ():
+        work = f"{_three_digits(block.intensity)} FLOPs per byte" if block.flops else "only moves data"
+        rows[block.name] = (
+            f"{seconds_text(block.seconds):>12}{_share(block.seconds, whole)}  bound by {block.bound}, {work}"
+        )
+    for traffic in time.traffic:
+        label = f"traffic over {traffic.axis}"
+        label = f"{label}: {traffic.kind}" if label in rows else label
+        rows[label] = _traffic(traffic, whole if alone else None)
+    if time.bubble_fraction:
+        share = _share(time.bubble_seconds, whole) if alone else ""
+        rows["pipeline bubble"] = (
+            f"{seconds_text(time.bubble_seconds):>12}{share}  {100 * time.bubble_fraction:.1f} % of a stage"
+        )
+    return rows
+
+
+def _traffic(traffic: Traffic, whole: float | None) -> str:
+    if whole is None:
+        return f"{seconds_text(traffic.exposed_seconds)} exposed of {seconds_text(traffic.seconds)}"
+    exposed = f"{seconds_text(traffic.exposed_seconds):>12}{_share(traffic.exposed_seconds, whole)}"
+    sent = f"{size_text(traffic.bytes)} over the {traffic.link} link"
+    return f"{exposed}  exposed of {seconds_text(traffic.seconds)}: {sent}"
+
+
+def _cost(estimate: Estimate) -> dict[str, str]:
     cost = estimate.cost
     if estimate.fits is False:
-        return {"time to train": Fact(_NONE)}
+        return {}
     if cost is None:
-        return {"cost": Fact(f"{UNKNOWN}" + ("" if estimate.time else " without a step time"))}
+        return {"cost": UNKNOWN}
     rows = {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
-        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (--downtime; Llama 3: 10 % on 16,384)",
+        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (Llama 3: 10 % on 16,384)",
         "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
         "spot": UNKNOWN,
@@ -267,42 +298,21 @@ def _cost(estimate: Estimate, units: Units) -> dict[str, Fact]:
     if spot is not None and not spot.is_sensible:
         rows["spot"] = "not sensible: interruptions and saves take nearly all of the time"
     elif spot is not None:
-        recommended, asked = (
-            hours(seconds / 3600) for seconds in (spot.recommended_interval_seconds, spot.checkpoint_interval_seconds)
-        )
         count = f"{spot.interruptions:,.1f}" if spot.interruptions >= 1 else f"{spot.interruptions:.1g}"
         rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
-        rows["spot checkpoints"] = f"every {asked}" + ("" if asked == recommended else f" (best: {recommended})")
+        rows["spot checkpoints"] = f"every {hours(spot.checkpoint_interval_seconds / 3600)}"
         rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {count} interruptions expected"
     energy = cost.energy_kwh
     rows["energy"] = UNKNOWN if energy is None else f"{_three_digits(energy)} kWh, {dollars(cost.energy_usd)}"
     rows["buying the devices"] = dollars(cost.purchase_usd)
-    rows["break-even"] = UNKNOWN if None in (cost.purchase_usd, cost.on_demand_usd) else "never: rent is $0"
     if cost.break_even_hours is not None:
         rows["break-even"] = f"after {cost.break_even_hours:,.0f} hours of rent"
-    return {label: Fact(text) for label, text in rows.items()}
-
-
-def answer_lines(estimate: Estimate) -> list[str]:
-    """Three lines: whether it fits and what to change, the time of the run, its cost; a fourth of the layout taken."""
-    units, cost, workload = units_of([estimate]), estimate.cost, estimate.workload
-    facts = {label: fact.text for label, fact in (_time(estimate, units) | _cost(estimate, units)).items()}
-    how = "" if estimate.exact is not None else ", by formulas"
-    change = f"; to change: {estimate.advice[0]}" if estimate.advice else ""
-    time, money = facts["step time"], UNKNOWN if estimate.fits is not False else _NONE
-    if cost is not None and estimate.fits is not False:
-        total, unit = cost.steps * (workload.tokens or workload.rows), workload.unit
-        time = f"{facts['time to train']} for {format_count(total)} {unit} in {cost.steps:,} steps"
-        time += f", {facts[f'{unit}/s']} {unit}/s, MFU {facts['MFU']}"
-        money = f"{facts['on demand']} on demand; spot {facts['spot']}"
-    lines = [f"{estimate.target.name} {verdict(estimate, units)}{how}{change}", f"time: {time}", f"cost: {money}"]
-    return lines if estimate.fitted is None else [*lines, estimate.fitted]
+    return rows
 
 
 def remarks(estimates: Sequence[Estimate]) -> dict[str, list[str]]:
-    """Advice, assumptions and notes as lines, each said once and with the targets that it is about, if not all."""
+    """Assumptions and notes as lines, each said once and with the targets that it is about, if not all."""
     kinds: dict[str, Callable[[Estimate], Iterable[str]]] = {
-        "advice": lambda one: one.advice,
         "assumptions": lambda one: one.time.assumptions if one.time else (),
         "notes": lambda one: (*one.notes, *one.workload.notes),
     }
@@ -318,7 +328,7 @@ def remarks(estimates: Sequence[Estimate]) -> dict[str, list[str]]:
 
 
 def table(estimates: Sequence[Estimate], *, full: bool = True) -> str:
-    """Estimates side by side, for people: a column each, or one column with shares. Advice comes first.
+    """Estimates side by side, for people: a column each, or one column with shares.
 
     Args:
         estimates: one or more; more than four take several tables.
@@ -327,49 +337,39 @@ def table(estimates: Sequence[Estimate], *, full: bool = True) -> str:
     Returns:
         Lines of at most 120 characters, without a line end after the last.
     """
-    names, units, blocks = labels(estimates), units_of(estimates), []
+    left_out = () if full else (*_FULL, *(_ANSWERED if len(estimates) == 1 else ()))
+    names, blocks = labels(estimates), []
     # Even tables: five estimates are better read as three and two than as four and one.
     num_tables = math.ceil(len(estimates) / _MOST_COLUMNS)
     ends = [math.ceil(len(estimates) * index / num_tables) for index in range(num_tables + 1)]
+    parts = sections(estimates)
     for start, end in itertools.pairwise(ends):
-        shown = sections(estimates[start:end], units)
-        for title in () if full else _BRIEF:
-            shown[title] = {label: facts for label, facts in shown[title].items() if label in _BRIEF[title]}
-        blocks.append(_lay_out(names[start:end], shown))
+        lines = [("", names[start:end])] if len(estimates) > 1 else []
+        for title, rows in parts.items():
+            shown = {label: cells[start:end] for label, cells in rows.items() if label not in left_out}
+            rows = [("  " + label, cells) for label, cells in shown.items() if any(cells)]
+            lines += [("", []), (title, []), *rows] if rows else []
+        blocks.append(_lay_out(lines, end - start).strip("\n"))
     for title, lines in remarks(estimates).items():
         wrapped = (textwrap.fill(line, _WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines)
-        blocks.insert(0 if title == "advice" else len(blocks), "\n".join([title, *wrapped]))
+        blocks.append("\n".join([title, *wrapped]))
     return "\n\n".join(blocks)
 
 
-def _lay_out(heads: Sequence[str], parts: dict[str, dict[str, list[Fact]]]) -> str:
-    """Columns as wide as they must be, cells wrapped where all of them would be too wide together."""
-    rows: dict[str, list[tuple[str, list[str]]]] = {"": [("", list(heads))]}
-    for title, facts in parts.items():
-        rows[title] = [("  " + label, [fact.text for fact in some]) for label, some in facts.items()]
-    every = [row for some in rows.values() for row in some]
-    most_label = min(_MOST_LABEL, max(len(label) for label, _ in every))
-    wanted = [max(map(len, column)) for column in zip(*(cells for _, cells in every), strict=True)]
-    if len(heads) == 1:
-        wanted[0] = min(wanted[0], _SINGLE_WIDTH)
-    left, widths = _WIDTH - most_label - len(heads) * len(_GAP), list(wanted)
-    # The narrowest first: what they do not need goes to the others.
-    for place, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
-        widths[index] = min(wanted[index], left // (len(wanted) - place))
-        left -= widths[index]
+def _lay_out(rows: Sequence[tuple[str, Sequence[str]]], num_columns: int) -> str:
+    """Rows of a label and its cells; columns of one width, cells wrapped where they are longer."""
+    most_label = min(_MOST_LABEL, max(len(label) for label, cells in rows if cells))
+    width = (_WIDTH - most_label) // num_columns - len(_GAP)
     lines = []
-    for title, some in rows.items():
-        lines += ["", title] if title else []
-        for label, cells in some:
-            columns = [textwrap.wrap(label, most_label, initial_indent="", subsequent_indent="    ")]
-            for cell, width in zip(cells, widths, strict=True):
-                columns.append([cell] if len(cell) <= width else textwrap.wrap(cell.strip(), width))
-            share = parts[title][label[2:]][0].share if title and len(heads) == 1 else None
-            for height in range(max(map(len, columns))):
-                shown = [column[height] if height < len(column) else "" for column in columns]
-                line = _GAP.join(map(str.ljust, shown, (most_label, *widths)))
-                line += f"  {100 * share:5.1f} %" if share is not None and height == 0 else ""
-                lines.append(line.rstrip())
+    for label, cells in rows:
+        if not cells:
+            lines.append(label)
+            continue
+        columns = [textwrap.wrap(label, most_label, subsequent_indent="    ")]
+        columns += [[cell] if len(cell) <= width else textwrap.wrap(cell.strip(), width) for cell in cells]
+        for line in itertools.zip_longest(*columns, fillvalue=""):
+            first, *rest = line
+            lines.append(_GAP.join([first.ljust(most_label), *(one.ljust(width) for one in rest)]).rstrip())
     return "\n".join(lines)
 
 
@@ -380,12 +380,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         Nested objects; units are in the keys, and infinities are null.
     """
     target, workload, memory, time = estimate.target, estimate.workload, estimate.memory, estimate.time
-    answer: dict[str, Any] = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
-    for name in ("workload", "memory", "time", "cost", "exact"):
-        answer[name] = None if answer[name] is None else dataclasses.asdict(answer[name])
-    answer["config"] = estimate.config.model_dump(mode="json")
-    answer["target"] = {"name": target.name, **dataclasses.asdict(target)}
-    answer["fits"] = estimate.fits
+    answer: dict[str, Any] = dataclasses.asdict(estimate)
+    answer |= {"config": estimate.config.model_dump(mode="json"), "fits": estimate.fits}
+    answer["target"]["name"] = target.name
     answer["workload"] |= {name: getattr(workload, name) for name in ("sequence_length", "tokens", "row_bytes")}
     answer["memory"] |= {name: getattr(memory, name) for name in ("total_bytes", "usable_bytes", "fits")}
     answer["memory"]["parts_bytes"] = answer["memory"].pop("parts")

@@ -31,10 +31,8 @@ from jaxtrain.parallel.division import (
     step_microbatches,
 )
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.plan.attention import AttentionWork, stack_attention
-from jaxtrain.plan.experts import ExpertWork, expert_work
-from jaxtrain.plan.finetuned import Finetuned, finetuned
-from jaxtrain.plan.state import Parameter, shard_parameters
+from jaxtrain.plan.layers import AttentionWork, ExpertWork, expert_work, stack_attention
+from jaxtrain.plan.state import Finetuned, Parameter, finetuned, shard_parameters
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.workload import Workload, model_structure, model_tensors
 from jaxtrain.precision.dtypes import POLICY_DTYPES

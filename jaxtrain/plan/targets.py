@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.hardware import Hardware, catalogue, find, hardware_of, measured_cpu, names
-from jaxtrain.plan.topology import GPU_TYPES
+from jaxtrain.plan.topology import GPU_TYPES, CompilerMissingError, check_installed
 
 # Chips of a slice: its shape in the names that libtpu takes. Those with a 3D torus have no shape of one chip.
 _SLICES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -52,6 +52,14 @@ class Target:
         return None if shape is None else f"{compiler}:{shape}"
 
 
+def check_compiler(target: Target) -> None:
+    """Raise a `CompilerMissingError` where nothing here compiles for a target; says what to install, if that is all."""
+    if target.topology is not None:
+        check_installed(target.topology.partition(":")[0])
+    elif target.hardware.kind != "cpu":
+        raise CompilerMissingError("no compiler for it that runs without the hardware")
+
+
 def _name(hardware: Hardware, count: int) -> str:
     if hardware.kind == "tpu":
         return f"{hardware.name}-{count}"
@@ -59,14 +67,8 @@ def _name(hardware: Hardware, count: int) -> str:
 
 
 def target_of(hardware: Hardware, num_devices: int) -> Target:
-    """So many devices of some hardware, or the next larger count that there is: whole nodes, or a slice.
-
-    Raises:
-        ConfigError: fewer than one.
-    """
+    """So many devices (1 or more) of some hardware, or the next larger count that there is: whole nodes, or a slice."""
     island = hardware.island
-    if num_devices < 1:
-        raise ConfigError(f"{num_devices} devices of {hardware.name}: ask for 1 or more")
     if hardware.kind == "cpu":
         # A machine has as many CPU devices as one asks jax for.
         return Target(hardware, num_devices, 1)
@@ -113,13 +115,15 @@ def parse_targets(
     for item in "".join(text.lower().split()).split(","):
         bare = re.sub(r"^(nvidia|geforce|tesla|amd|google|tpu)-?", "", item)
         read = form.fullmatch(bare)
-        if read is None:
-            if bare:
-                find(re.sub(r"(?<!rt)([x:-]\d+)+$", "", bare), known)
+        if read is None and bare:
+            find(re.sub(r"(?<!rt)([x:-]\d+)+$", "", bare), known)
+        entry, times, count = (
+            (None, 0, 0) if read is None else (find(read[2], known), int(read[1] or 1), int(read[3] or 1))
+        )
+        # Several slices of a TPU are each the largest there is.
+        is_cut = entry is not None and entry.kind == "tpu" and times > 1 and count > 1 and count % entry.island
+        if entry is None or not times * count or is_cut:
             raise ConfigError(f"cannot read the hardware {item!r}; {_WRITE}")
-        entry, times, count = find(read[2], known), int(read[1] or 1), int(read[3] or 1)
-        if entry.kind == "tpu" and times > 1 and count > 1 and count % entry.island:
-            raise ConfigError(f"{item}: several slices are each the largest there is, {entry.name}-{entry.island}")
         targets.append(target_of(entry, times * count))
         if targets[-1].num_devices != times * count:
             told(f"there is no {_name(entry, times * count)}; the next larger is {targets[-1].name}")
@@ -156,23 +160,19 @@ def measure_cpu(num_devices: int) -> Hardware:
     fp32 = matmul_flops_per_second("float32", device=device)
     # Every 16-bit format is computed in float32 on CPUs without units for it, and casts cost besides.
     bf16 = min(matmul_flops_per_second("bfloat16", device=device), fp32)
-    peaks = {"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16}
-    shares = {name: rate / num_devices for name, rate in peaks.items()}
-    return measured_cpu(shares, memory_bytes_per_second(device=device) / num_devices, _memory(num_devices), num_devices)
-
-
-# Of one core: what the layouts of a CPU are compared with where measuring would give every process its own answer.
-_NOMINAL_FLOPS, _NOMINAL_BANDWIDTH = 5e10, 5e9
+    return _cpu(
+        fp32 / num_devices, bf16 / num_devices, memory_bytes_per_second(device=device) / num_devices, num_devices
+    )
 
 
 def nominal_cpu(num_devices: int) -> Hardware:
     """A CPU with round figures, the same in every process; its times mean nothing, their order does."""
-    peaks: dict[str, float] = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), _NOMINAL_FLOPS)
-    return measured_cpu(peaks, _NOMINAL_BANDWIDTH, _memory(num_devices), num_devices)
+    return _cpu(5e10, 5e10, 5e9, num_devices)
 
 
-def _memory(num_devices: int) -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+def _cpu(fp32: float, bf16: float, bandwidth: float, num_devices: int) -> Hardware:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+    return measured_cpu({"fp32": fp32, "tf32": fp32, "bf16": bf16, "fp16": bf16}, bandwidth, memory_bytes, num_devices)
 
 
 def this_machine(num_devices: int | None = None) -> Target | None:

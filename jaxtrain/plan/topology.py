@@ -2,15 +2,13 @@
 
 This is the one file that uses private names of jax. `jax.experimental.topologies` makes the devices, but of a platform
 that jax was not started on the plugin must be initialized, and no public name does that (`jaxlib.xla_client`); nor does
-one say whether jax has started (`jax._src.xla_bridge`) or which arguments a lowered program kept.
+one say whether jax has started (`jax._src.xla_bridge`).
 """
 
-import contextlib
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +41,19 @@ class CompilerMissingError(ConfigError):
     """The compiler for some hardware is not installed, or cannot be loaded."""
 
 
+def check_installed(kind: str) -> None:
+    """Raise a `CompilerMissingError` that says what to install where the compiler for a type is not installed."""
+    if kind in GPU_TYPES:
+        found = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+        compiler, extra = "jax's CUDA plugin", "aot"
+    else:
+        found = importlib.util.find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ
+        compiler, extra = "libtpu", "aot-tpu"
+    if not found:
+        line = f"compiling for {kind} takes {compiler}, which is not installed: pip install '.[{extra}]'"
+        raise CompilerMissingError(line)
+
+
 def topology_devices(name: str, *, num_slices: int = 1) -> list[Any]:
     """Compile-only devices: for a mesh of them programs are lowered, and compiled with `compile_for`, but not run.
 
@@ -61,64 +72,32 @@ def topology_devices(name: str, *, num_slices: int = 1) -> list[Any]:
     """
     kind, _, shape = name.partition(":")
     if kind in TPU_TYPES and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+        check_installed(kind)
         return _tpu_devices(name, math.prod(map(int, shape.split("x"))), num_slices)
     if kind in GPU_TYPES and re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape) and num_slices == 1:
+        check_installed(kind)
         return _gpu_devices(kind, shape)
     raise ConfigError(f"no hardware {name!r} of {', '.join([*TPU_TYPES, *GPU_TYPES])}; {_WRITE}")
 
 
-def compile_for(
-    device: Any,
-    lowered: "jax.stages.Lowered",
-    *,
-    on_host: Sequence[Sequence[bool]] | None = None,
-) -> "jax.stages.Compiled":
+def compile_for(device: Any, lowered: "jax.stages.Lowered") -> "jax.stages.Compiled":
     """Compile a program for compile-only devices; what comes has `memory_analysis()`, but cannot be called.
 
     Args:
-        device: one of the devices that the program was lowered for.
+        device: one of the devices that the program was lowered for; of a GPU no argument may lie on the host.
         lowered: as from `TrainStep.lower`.
-        on_host: whether each argument, and each result, lies in the host's memory; None: none does.
 
     Raises:
         jax.errors.JaxRuntimeError: the program does not fit into the memory of a TPU (RESOURCE_EXHAUSTED). Of a GPU it
             is not an error: compare with the card.
     """
-    if on_host is not None and device.platform == "gpu":
-        _keep_on_host(lowered, *on_host)
     # Kernels are chosen by running them, and there is no card to run them on.
     chosen: dict[str, Any] = {"xla_gpu_autotune_level": "0"} if device.platform == "gpu" else {}
     with out_of_cache():
         return lowered.compile(compiler_options=chosen or None)
 
 
-def _keep_on_host(lowered: "jax.stages.Lowered", arguments: Sequence[bool], results: Sequence[bool]) -> None:
-    """Say in a program what lies in the host's memory: on compile-only GPUs jax drops it of a sharding (0.10.2)."""
-    from jaxlib.mlir import ir
-
-    # jax leaves out arguments that the program does not use.
-    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # pyright: ignore[reportAttributeAccessIssue]
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "jax lowers to it"
-    with module.context:
-
-        def placed(attributes: Any, flags: Sequence[bool]) -> Any:
-            assert len(attributes) == len(flags)
-            kinds = [ir.StringAttr.get("pinned_host" if flag else "device") for flag in flags]
-            old = [{one.name: one.attr for one in ir.DictAttr(attribute)} for attribute in attributes]
-            new = [{**one, "mhlo.memory_kind": kind} for one, kind in zip(old, kinds, strict=True)]
-            return ir.ArrayAttr.get([ir.DictAttr.get(one) for one in new])
-
-        main = next(one for one in module.body.operations if ir.StringAttr(one.attributes["sym_name"]).value == "main")
-        main.arg_attrs = placed(main.arg_attrs, [arguments[index] for index in kept])
-        main.result_attrs = placed(main.result_attrs, results)
-
-
 def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:
-    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise CompilerMissingError(
-            f"compiling for {name} takes libtpu, which is not installed: pip install '.[aot-tpu]'"
-        )
     from jax.experimental import topologies
 
     running = _start_jax()
@@ -127,37 +106,26 @@ def _tpu_devices(name: str, num_chips: int, num_slices: int) -> list[Any]:
         options["chips_per_host_bounds"] = (1, 1, 1)  # hosts have four unless told otherwise
     try:
         # Where a TPU is in use, libtpu is loaded and knows its machine.
-        with contextlib.nullcontext() if running == "tpu" else _environment(_TPU_ENVIRONMENT):
-            return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+        os.environ |= {} if running == "tpu" else _TPU_ENVIRONMENT | os.environ
+        return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
     except RuntimeError as error:
-        raise ConfigError(f"no TPU slice {name}: {_first_line(error)}; {_WRITE}") from None
+        raise ConfigError(f"no TPU slice {name}: {str(error).strip().partition(chr(10))[0][:200]}; {_WRITE}") from None
 
 
 def _gpu_devices(kind: str, shape: str) -> list[Any]:
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise CompilerMissingError(
-            f"compiling for {kind} takes jax's CUDA plugin, which is not installed: pip install '.[aot]'"
-        )
     from jax.experimental import topologies
 
     # The plugin refuses to register where there is no driver, unless it is told not to look.
-    with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
-        _start_jax()
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    _start_jax()
     from jaxlib import xla_client
 
-    if not xla_client.pjrt_plugin_loaded("cuda"):
-        raise CompilerMissingError(
-            f"jax started without its CUDA plugin, which {kind} takes: set JAX_PLATFORMS=cpu before jax is first used"
-        )
     if not xla_client.pjrt_plugin_initialized("cuda"):
         xla_client.initialize_pjrt_plugin("cuda")
     target = (resources.files("jaxtrain.plan") / "targets" / f"{kind}.txtpb").read_text(encoding="utf-8")
     hosts, _, gpus = shape.partition("x")
-    try:
-        # Domains of fast links x hosts in each x GPUs in each.
-        devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"{hosts}x1x{gpus}")
-    except RuntimeError as error:
-        raise CompilerMissingError(f"jax's CUDA plugin cannot describe {kind}:{shape}: {_first_line(error)}") from None
+    # Domains of fast links x hosts in each x GPUs in each.
+    devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"{hosts}x1x{gpus}")
     return list(devices.devices)
 
 
@@ -172,19 +140,3 @@ def _start_jax() -> str:
         jax.config.update("jax_platforms", "cpu")
     # This also registers the plugins of the platforms that jax does not run on.
     return jax.devices()[0].platform
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that are not set, and take them back."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]

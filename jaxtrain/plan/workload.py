@@ -38,7 +38,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.models.shipped import shapes
 from jaxtrain.models.shipped.shapes import Structure, Tensors, structure_of
-from jaxtrain.plan.finetuned import finetuned
+from jaxtrain.plan.state import finetuned
 
 _IMAGENET_CLASSES = 1000
 _PAIRS = (
@@ -144,56 +144,39 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     # A plan knows no task from Python, but a config may be meant for one.
     check_kinds(config, own_task=True, own_data=sizes is not None)
     sizes = sizes or _sizes_of_config(config)
-    rows = config.train.global_batch_size
+    if isinstance(model, CalledModel):
+        return _workload(config, sizes, sizes.unit or ("tokens" if gives_tokens(config) else "examples"))
     takes_tokens = isinstance(model, TransformerConfig | EncoderDecoderConfig)
-    if isinstance(model, CalledModel):
-        unit = sizes.unit or ("tokens" if gives_tokens(config) else "examples")
-    else:
-        unit = "tokens" if takes_tokens else "examples"
-        # The data is not opened, and of a small one fewer ids are learned than asked for.
-        may_be_fewer = not given and getattr(getattr(data, "tokenizer", None), "kind", None) == "bpe"
-        check_sizes(
-            config,
-            vocab_size=_LEAST_BPE if may_be_fewer else sizes.vocab_size,
-            num_outputs=sizes.num_outputs,
-            sequence_length=sizes.input_shape[-1] if takes_tokens else None,
-            decoder_length=sizes.decoder_length,
-        )
-        sizes = _of_model(config, sizes, "the data given" if given else f"data.kind={data.kind}")
-    weighted = not given and isinstance(data, ChatData)
-    workload = Workload(
-        unit,
-        sizes.input_shape,
-        sizes.vocab_size,
-        sizes.num_outputs,
-        rows,
-        None,
-        sizes.notes,
-        sizes.decoder_length,
-        sizes.numbers,
-        weighted=weighted,
+    # The data is not opened, and of a small one fewer ids are learned than asked for.
+    may_be_fewer = not given and getattr(getattr(data, "tokenizer", None), "kind", None) == "bpe"
+    check_sizes(
+        config,
+        vocab_size=_LEAST_BPE if may_be_fewer else sizes.vocab_size,
+        num_outputs=sizes.num_outputs,
+        sequence_length=sizes.input_shape[-1] if takes_tokens else None,
+        decoder_length=sizes.decoder_length,
     )
-    if isinstance(model, CalledModel):
-        return replace(workload, weighted=False)
+    sizes = _of_model(config, sizes, "the data given" if given else f"data.kind={data.kind}")
+    workload = _workload(config, sizes, "tokens" if takes_tokens else "examples")
     if takes_tokens and config.task in PREFERENCES:
         (length,) = sizes.input_shape[-1:]  # of data from Python, [2, L]
         notes, numbers = (*sizes.notes, _PAIRS), 3 * length + 1
-        shape = (length,)
         workload = replace(
-            workload, input_shape=shape, rows=2 * rows, notes=notes, numbers=numbers, pairs=True, weighted=False
+            workload, input_shape=(length,), rows=2 * workload.rows, notes=notes, numbers=numbers, pairs=True
         )
+    else:
+        workload = replace(workload, weighted=not given and isinstance(data, ChatData))
     stored = finetuned(config, model_tensors(model, workload))
-    flops = model_flops_per_row(
-        model,
-        sequence_length=workload.sequence_length,
-        input_shape=workload.input_shape,
-        num_outputs=workload.num_outputs,
-        vocab_size=workload.vocab_size,
-        decoder_length=workload.decoder_length,
-        trained=stored.trained,
-        adapters=stored.adapters,
-    )
+    names = ("sequence_length", "input_shape", "num_outputs", "vocab_size", "decoder_length")
+    of_rows = {name: getattr(workload, name) for name in names}
+    flops = model_flops_per_row(model, **of_rows, trained=stored.trained, adapters=stored.adapters)
     return replace(workload, flops_per_row=flops)
+
+
+def _workload(config: Config, sizes: RowSizes, unit: str) -> Workload:
+    rows = config.train.global_batch_size
+    own = {name: getattr(sizes, name) for name in ("notes", "decoder_length", "numbers")}
+    return Workload(unit, sizes.input_shape, sizes.vocab_size, sizes.num_outputs, rows, None, **own)
 
 
 @functools.lru_cache(maxsize=4)

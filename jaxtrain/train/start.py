@@ -25,9 +25,8 @@ from jaxtrain.config.arguments import is_store_address
 from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.formats.hub import is_published
-from jaxtrain.interop.read import read_kernel, read_places
 from jaxtrain.interop.peft import OpenedAdapter, open_adapter
-from jaxtrain.interop.read import Place, PublishedModel, find_places, open_published
+from jaxtrain.interop.read import Place, PublishedModel, find_places, open_published, read_kernel, read_places
 from jaxtrain.layout.sharding import parameter_spec
 from jaxtrain.models.adapters import quantized_kernel
 from jaxtrain.models.model import ModelState, Params, parameter_shapes

@@ -71,16 +71,20 @@ LAYOUTS = {
 }
 
 
+ADAMW = AdamWConfig(learning_rate=1e-3, weight_decay=0.1)
+LANGUAGE, TEXT = language_modeling(), TextData()
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with real data for it."""
 
     model: Callable[[str], Model]
-    task: Task
-    data: Any
-    batch_size: int
-    optimizer: OptimizerConfig
-    clip_norm: float | None
+    task: Task = LANGUAGE
+    data: Any = TEXT
+    batch_size: int = 32
+    optimizer: OptimizerConfig = ADAMW
+    clip_norm: float | None = 1.0
 
 
 def transformer(remat: str, **options: Any) -> Model:
@@ -90,65 +94,28 @@ def transformer(remat: str, **options: Any) -> Model:
     return build_model(config, input_shape=(32,), vocab_size=256, remat=Remat(remat))
 
 
-ADAMW = AdamWConfig(learning_rate=1e-3, weight_decay=0.1)
+def digits(settings: Any) -> Callable[[str], Model]:
+    return lambda remat: build_model(settings, input_shape=(8, 8, 1), num_outputs=10)
+
+
+# GPT-2's variants, with dropout: the masks have to be the same on every layout too.
+GPT2 = dict(position="learned", norm="layernorm", activation="gelu", bias=True, tie_embeddings=True, dropout=0.1)
+RESNET = ResNetConfig(stage_blocks=(1, 3), width=16, stem="small")
 CASES = {
-    "transformer": Case(transformer, language_modeling(), TextData(), 32, ADAMW, 1.0),
-    "experts": Case(
-        lambda remat: transformer(remat, num_layers=4, experts=dict(num_experts=4, experts_per_token=2)),
-        language_modeling(),
-        TextData(),
-        32,
-        ADAMW,
-        1.0,
-    ),
-    # GPT-2's variants, with dropout: the masks have to be the same on every layout too.
-    "gpt2": Case(
-        lambda remat: transformer(
-            remat,
-            num_layers=4,
-            num_kv_heads=8,
-            position="learned",
-            norm="layernorm",
-            activation="gelu",
-            bias=True,
-            tie_embeddings=True,
-            dropout=0.1,
-        ),
-        language_modeling(),
-        TextData(),
-        32,
-        ADAMW,
-        1.0,
-    ),
+    "transformer": Case(transformer),
+    "experts": Case(lambda remat: transformer(remat, num_layers=4, experts=dict(num_experts=4, experts_per_token=2))),
+    "gpt2": Case(lambda remat: transformer(remat, num_layers=4, num_kv_heads=8, **GPT2)),
     # Adapters of linear layers of both shardings, with dropout: a mask per layer, linear layer and row, whose hashes
     # are what takes long to compile.
     "adapters": Case(
         lambda remat: adapt(transformer(remat), lora=LoraConfig(rank=4, dropout=0.1, targets=("query", "down"))),
-        language_modeling(),
-        TextData(),
-        32,
         # Gradients of A are almost 0 at first, because B is: without such an epsilon Adam makes full steps of rounding.
-        AdamWConfig(learning_rate=1e-3, weight_decay=0.1, epsilon=1e-4),
-        1.0,
+        optimizer=AdamWConfig(learning_rate=1e-3, weight_decay=0.1, epsilon=1e-4),
     ),
     "resnet": Case(
-        lambda _: build_model(
-            ResNetConfig(stage_blocks=(1, 3), width=16, stem="small"), input_shape=(8, 8, 1), num_outputs=10
-        ),
-        classification(),
-        DigitsData(),
-        64,
-        SGDConfig(learning_rate=0.02, weight_decay=1e-4),
-        None,
+        *(digits(RESNET), classification(), DigitsData(), 64, SGDConfig(learning_rate=0.02, weight_decay=1e-4), None)
     ),
-    "mlp": Case(
-        lambda _: build_model(MLPConfig(hidden_dims=(64, 64)), input_shape=(8, 8, 1), num_outputs=10),
-        classification(),
-        DigitsData(),
-        64,
-        ADAMW,
-        1.0,
-    ),
+    "mlp": Case(digits(MLPConfig(hidden_dims=(64, 64))), classification(), DigitsData(), 64),
 }
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import pytest
 from layouts import CASES, LAYOUTS, layout, load_batches, make_step, with_optimizer
-from sent import Transfer, transfers
-from waiting import unordered
+from program_text import Transfer, crosses, transfers, unordered
 
 from jaxtrain.parallel import programs
 
@@ -68,19 +67,11 @@ def compiled(name: str, row: str, accumulation: int) -> tuple[list[programs.Coll
 @pytest.mark.parametrize("row", long_but("zero=1", rows=["zero=1", "pipe=2,data=2,tensor=2,zero=1"]))
 def test_gradients_cross_data_once_a_step_after_the_loop(row: str) -> None:
     found, mesh = compiled("transformer", row, 4)
-    over_data = [c for c in found if programs.crosses(c, mesh, "data")]
+    over_data = [c for c in found if crosses(c, mesh, "data")]
     assert not [c.line for c in over_data if c.in_loop], "something crosses data in the loop over microbatches"
     reduced = [size for c in over_data if c.kind in ("all-reduce", "reduce-scatter") for size in c.sizes if size > 1]
     # Each parameter's gradient once; the sums of the loss and of the norm are single numbers.
     assert len(reduced) == len(jax.tree.leaves(program("transformer", row, 4).params))
-
-
-def test_zero_2_keeps_a_part_of_each_microbatch() -> None:
-    """Its accumulated gradients are parts, so that it scatters in the loop: memory for communication."""
-    found, mesh = compiled("transformer", "zero=2", 4)
-    scattered = [c for c in found if c.kind == "reduce-scatter" and c.in_loop and programs.crosses(c, mesh, "data")]
-    assert scattered
-    assert not [c for c in found if c.kind == "all-reduce" and c.size > SMALL and programs.crosses(c, mesh, "data")]
 
 
 @pytest.mark.parametrize("row", ["zero=1", "zero=2"])
@@ -94,7 +85,7 @@ def test_zero_sends_each_parameter_twice(row: str) -> None:
     one = program("transformer", row, 4)
     outside, stacked = sizes_of(one.params)
     whole, once = outside + stacked, outside + stacked // LAYERS
-    over_data = [c for c in one.collectives if programs.crosses(c, one.mesh, "data")]
+    over_data = [c for c in one.collectives if crosses(c, one.mesh, "data")]
     sizes = {kind: sum(sum(c.sizes) for c in over_data if c.kind == kind) for kind in programs.KINDS}
     devices = one.mesh.shape["data"]
     table, tokens = (0, 0) if row == "zero=1" else (VOCABULARY * WIDTH, BATCH * LENGTH // 4)
@@ -111,7 +102,7 @@ def test_zero_sends_each_parameter_twice(row: str) -> None:
 def test_logits_are_never_gathered(row: str) -> None:
     found, mesh = compiled("transformer", row, 1)
     local_rows = BATCH * LENGTH // (mesh.shape["data"] * mesh.shape["fsdp"])
-    gathered = [c for c in found if c.kind in ("all-gather", "all-to-all") and programs.crosses(c, mesh, "tensor")]
+    gathered = [c for c in found if c.kind in ("all-gather", "all-to-all") and crosses(c, mesh, "tensor")]
     assert not [c.line for c in gathered if c.size >= local_rows * VOCABULARY // mesh.shape["tensor"]]
 
 
@@ -131,7 +122,7 @@ def test_blocks_are_gathered_one_layer_at_a_time() -> None:
     """ZeRO-3: no all-gather in the compiled step makes a stacked parameter of all layers whole."""
     found, mesh = compiled("transformer", "fsdp=8", 4)
     stacked = {leaf.size for leaf in jax.tree.leaves(program("transformer", "fsdp=8", 4).params["blocks"])}
-    sizes = {c.size for c in found if c.kind == "all-gather" and programs.crosses(c, mesh, "fsdp")}
+    sizes = {c.size for c in found if c.kind == "all-gather" and crosses(c, mesh, "fsdp")}
     assert sizes & {size // LAYERS for size in stacked}, "no layer is gathered"
     matrices = {size for size in stacked if size >= LAYERS * WIDTH * WIDTH // 2}
     whole = [c.line for c in found if c.kind == "all-gather" and c.size in matrices and f"[{LAYERS}," in c.result]

@@ -1,12 +1,10 @@
-"""Fused attention on the shards of a mesh: what cuDNN refuses, and each kernel's losses against the reference's."""
+"""Fused attention on the shards of a mesh: each kernel's losses against the reference's."""
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import CASES, LAYOUTS, ONE, Layout, load_batches, make_step
@@ -14,43 +12,7 @@ from layouts import CASES, LAYOUTS, ONE, Layout, load_batches, make_step
 from jaxtrain.ops.attention import table as attention
 from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.reference import reference_attention
-from jaxtrain.ops.attention.rules import CAUSAL
 from jaxtrain.ops.attention.table import BLOCKWISE, CUDNN, SPLASH
-
-WHOLE = {"data": 1, "pipe": 1}
-
-
-def gpu(monkeypatch, capability: str, degrees: dict[str, int] | None = None) -> None:
-    """Pretend that the step is traced for GPUs of this compute capability."""
-    device = SimpleNamespace(platform="gpu", compute_capability=capability)
-    layout = SimpleNamespace(
-        mesh=SimpleNamespace(devices=np.array([device]), shape=degrees or WHOLE),
-        rules={"batch": ("data",), "sequence": (), "activation_heads": (), "activation_kv_heads": ()},
-        degree=lambda axis: (degrees or WHOLE)[axis],
-    )
-    monkeypatch.setattr(attention, "current_layout", lambda: layout)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
-
-
-# Capability, degrees, dtype, head dim, whether rows are packed, and what refuses them.
-REFUSED = [
-    ("9.0", None, jnp.bfloat16, 64, False, None),
-    ("9.0", None, jnp.float32, 64, False, "float32"),
-    ("7.5", None, jnp.bfloat16, 64, False, "compute capability"),
-    ("9.0", None, jnp.bfloat16, 63, False, "head dim is 63"),
-    ("9.0", None, jnp.bfloat16, 64, True, "packed"),
-    ("9.0", {"data": 3, "pipe": 1}, jnp.bfloat16, 64, False, "do not divide"),
-]
-
-
-def test_refusals(monkeypatch) -> None:
-    for capability, degrees, dtype, head_dim, segments, says in REFUSED:
-        gpu(monkeypatch, capability, degrees)
-        q = jax.ShapeDtypeStruct((2, 16, 4, head_dim), dtype)
-        documents = jax.ShapeDtypeStruct((2, 16), jnp.int32) if segments else None
-        found = attention.refusal("cudnn", q, q, documents, CAUSAL)  # pyright: ignore[reportArgumentType]
-        assert (found is None) == (says is None), found
-        assert says is None or says in str(found)
 
 
 def train(row: Layout) -> np.ndarray:

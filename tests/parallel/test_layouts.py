@@ -1,9 +1,14 @@
 """Layout equality: every mesh gives the losses, gradient norms and parameters of one device."""
 
+from typing import Any
+
 import chex
+import jax
 import numpy as np
 import pytest
 from layouts import LAYOUTS, distance, reference, run
+
+from jaxtrain.runtime.tree import path_name
 
 # fp32 sums in another order differ in the last bits: 2^-24 = 6e-8 a sum.
 LOSS_TOLERANCE = 1e-5
@@ -17,6 +22,7 @@ PLAIN = [
     ("transformer", "fsdp=8", 4, "full"),
     ("transformer", "pipe=4,interleaved,data=2,zero=2", 4, "full"),
     ("transformer", "context=4,all_to_all", 4, "full"),
+    ("adapters", "fsdp=8", 4, "none"),
     ("mlp", "zero=1", 4, "none"),
     # Without accumulation the step has no manual region over `data`.
     ("mlp", "tensor=2,fsdp=2,data=2", 1, "none"),
@@ -35,6 +41,9 @@ LONG = [
     ("experts", "expert=2,tensor=2,fsdp=2", 4, "full"),
     ("experts", "pipe=2,expert=2,tensor=2,interleaved", 4, "full"),
     ("gpt2", "pipe=2,context=2,tensor=2", 4, "dots"),
+    # Adapters are sharded, their stack is split, and their masks are drawn.
+    ("adapters", "zero=2,data=2,fsdp=2,tensor=2", 4, "full"),
+    ("adapters", "pipe=2,context=2,tensor=2", 4, "full"),
     # Statistics meet `data`, a state in parts, and channels in parts.
     ("resnet", "zero=2", 4, "none"),
     ("resnet", "tensor=2,fsdp=2,data=2", 1, "none"),
@@ -49,6 +58,13 @@ OWN_INIT = (
 )
 
 
+def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The adapters and the base, by path."""
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    adapters = {path: leaf for path, leaf in leaves.items() if path.endswith(("lora_a", "lora_b"))}
+    return adapters, {path: leaf for path, leaf in leaves.items() if path not in adapters}
+
+
 @pytest.mark.parametrize(
     ("name", "row", "accumulation", "remat"), [*PLAIN, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG)]
 )
@@ -61,6 +77,13 @@ def test_numbers_of_one_device(name: str, row: str, accumulation: int, remat: st
     np.testing.assert_allclose(outcome.grad_norms, alone.grad_norms, rtol=LOSS_TOLERANCE)
     assert distance(outcome.params, alone.params) < PARAMETER_TOLERANCE
     assert distance(outcome.model_state, alone.model_state) < PARAMETER_TOLERANCE
+    if name == "adapters":
+        (adapters, base), (expected, _) = split(outcome.params), split(alone.params)
+        chex.assert_trees_all_equal(base, split(alone.state.params)[1])
+        # The base, which is far larger, hides them above: measured 1e-5.
+        assert distance(adapters, expected) < 1e-4
+        assert alone.losses[-2:].mean() < alone.losses[:2].mean(), "a run that learns nothing would prove nothing"
+        return
     moved = distance(alone.params, alone.state.params)
     assert moved > 100 * PARAMETER_TOLERANCE, "a run that moves nothing would prove nothing"
 

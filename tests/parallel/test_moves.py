@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from layouts import CASES, LAYOUTS, ONE, Layout, layout, load_batches, make_step, with_optimizer
+from layouts import LAYOUTS, ONE, Layout, layout, make_step, with_optimizer
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.train.step import TrainStep
@@ -26,8 +26,8 @@ MOVES: dict[str, tuple[Layout, Layout, str, str]] = {
 }
 
 
-def check_moved(state: Any, source: TrainStep, target: TrainStep, folder: Path) -> Any:
-    """Saves a state and restores it on another layout and back, bit for bit; returns it there."""
+def check_moved(state: Any, source: TrainStep, target: TrainStep, folder: Path) -> None:
+    """Saves a state and restores it on another layout and back, bit for bit."""
     with Checkpointer(folder) as checkpointer:
         checkpointer.save(2, state, metadata={})
         moved = checkpointer.restore(target.abstract_state)
@@ -42,7 +42,6 @@ def check_moved(state: Any, source: TrainStep, target: TrainStep, folder: Path) 
         ):
             np.testing.assert_array_equal(jax.device_get(found), jax.device_get(kept))
             assert found.sharding.is_equivalent_to(wanted.sharding, found.ndim)
-    return moved
 
 
 @pytest.mark.parametrize("row", MOVES)
@@ -57,17 +56,3 @@ def test_every_array_is_the_same(row: str, tmp_path: Path) -> None:
         return jax.device_put(random.integers(0, 100, leaf.shape).astype(leaf.dtype), leaf.sharding)
 
     check_moved(jax.tree.map(fill, source.abstract_state), source, target, tmp_path)
-
-
-# In plain pytest test_layouts.py proves that equal states have equal losses on every layout.
-@pytest.mark.long
-def test_the_next_losses_are_the_same(tmp_path: Path) -> None:
-    """The losses after the move are those of staying, within rounding (see test_layouts)."""
-    rows, batches = ("expert=4,data=2", "pipe=2,expert=2,data=2"), load_batches("experts")
-    source, target = (make_step(CASES["experts"], LAYOUTS[where], 4, "full") for where in rows)
-    state, _ = source(source.init(0), batches[0])
-    moved = check_moved(state, source, target, tmp_path)
-    for batch in batches[1:3]:
-        state, stayed = source(state, batch)
-        moved, went = target(moved, batch)
-        np.testing.assert_allclose(went["loss"], stayed["loss"], rtol=1e-5)

@@ -4,7 +4,6 @@ Those that read nothing but gradients and the loss train side by side in one pro
 that all of them cost two compilations. Those that compute the loss again have a step of their own.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from layouts import make_mesh_of
 
 import jaxtrain as jt
+from jaxtrain.runtime.tree import path_name
 
 contrib = optax.contrib
 MESHES = {"one device": dict(data=1), "data=2,fsdp=4": dict(data=2, fsdp=4)}
@@ -70,10 +70,6 @@ AGAIN: dict[str, optax.GradientTransformation] = {
 }
 
 
-def _wants_temperature(updates: Any, state: Any, params: Any = None, *, temperature: Any, **extra: Any) -> Any:
-    return updates, state
-
-
 def small(key: jax.Array) -> dict[str, Any]:
     """One matrix and one vector: each more leaf costs seconds of compiling all optimizers."""
     return {"kernel": 0.3 * jax.random.normal(key, (8, 16)), "bias": jnp.zeros(16)}
@@ -98,13 +94,9 @@ def side_by_side(name: str) -> Any:
 
     optimizer = optax.partition(
         {key[one]: optimizer for one, optimizer in SIDE_BY_SIDE.items()},
-        lambda params: {label: jax.tree.map(partial(_constant, label), part) for label, part in params.items()},
+        lambda params: {label: jax.tree.map(lambda _, label=label: label, part) for label, part in params.items()},
     )
     return jt.make_train_step(model, jt.Task("copies", loss), optimizer, mesh=make_mesh_of(MESHES[name]))
-
-
-def _constant(label: str, _: Any) -> str:
-    return label
 
 
 def run(step: Any, state: Any, steps: int = STEPS) -> tuple[Any, list[dict[str, float]]]:
@@ -120,8 +112,7 @@ def host(tree: Any) -> dict[str, np.ndarray]:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return np.array(jax.random.key_data(leaf) if is_key else leaf)
 
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): numbers(leaf) for path, leaf in leaves}
+    return {path_name(path): numbers(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def resumed(step: Any, folder: Path) -> tuple[Any, Any, Any]:
@@ -129,10 +120,9 @@ def resumed(step: Any, folder: Path) -> tuple[Any, Any, Any]:
     state, _ = run(step, step.init(0), 3)
     with jt.Checkpointer(folder) as checkpointer:
         checkpointer.save(3, state, metadata={})
-        before = state.optimizer_state
         sharded = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): (leaf.size, leaf.addressable_shards[0].data.size)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(before)
+            path_name(path): (leaf.size, leaf.addressable_shards[0].data.size)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer_state)
             if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         }
         on, _ = run(step, state, 2)

@@ -1,82 +1,15 @@
-"""A stack of a user's own module, parts of own functions, parameters without elements: under ZeRO as on one device."""
+"""A stack of a user's own module: under ZeRO as on one device."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 from layouts import make_mesh_of
 
 import jaxtrain as jt
-
-
-def parts_step(devices: int, zero: int) -> jt.TrainStep:
-    """A step of functions whose carry holds a Python number, on which the head branches."""
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        names = {"blocks": (2, 8, 8), "middle": (8, 16), "head": (16, 8)}
-        keys = zip(names.items(), jax.random.split(key, 3), strict=True)
-        drawn = {name: jax.random.normal(one, shape) / 4 for (name, shape), one in keys}
-        return {**drawn, "blocks": {"w": drawn["blocks"]}}
-
-    def layers(
-        stack: Any, carry: Any, inputs: jax.Array, *, first_layer: Any, key: jax.Array | None, train: bool
-    ) -> Any:
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), carry[0], stack["w"])[0], carry[1]
-
-    def head(params: Any, carry: Any, *, train: bool) -> jax.Array:
-        return jnp.tanh(carry[0] @ params["middle"]) @ params["head"] * (carry[1] if carry[1] < 1 else 1)
-
-    parts = jt.Parts("blocks", 2, lambda params, inputs, *, key, train: (inputs, 0.5), layers, head)
-    return jt.make_train_step(
-        jt.from_functions(init, parts=parts, axes={"blocks/w": ("layers", None, None)}),
-        jt.classification(),
-        optax.sgd(0.5),
-        mesh=make_mesh_of(dict(data=devices)),
-        accumulation_steps=2,
-        parallelism=jt.Parallelism(zero=zero),
-    )
-
-
-BATCH = {
-    "inputs": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
-    "targets": np.arange(8, dtype=np.int32) % 3,
-}
-
-
-@pytest.mark.long
-def test_a_carry_may_hold_a_python_number() -> None:
-    found = []
-    for step in (parts_step(1, 0), parts_step(2, 2)):
-        state, _ = step(step.init(0), BATCH)
-        found.append(float(step(state, BATCH)[1]["loss"]))
-    # Float32 sums in another order.
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
-
-
-def test_a_parameter_without_elements_trains_as_on_one_device() -> None:
-    """As an optional part of a model may have."""
-    model = jt.from_functions(
-        lambda key: {"w": jax.random.normal(key, (8, 4)), "none": jnp.zeros((0, 4)), "narrow": jnp.zeros((4, 0))},
-        lambda params, x: x @ params["w"] + params["none"].sum(0) + params["narrow"].sum(),
-    )
-    found = []
-    for degrees, zero, accumulation in ((dict(data=1), 0, 1), (dict(data=2, fsdp=2), 2, 2)):
-        step = jt.make_train_step(
-            model,
-            jt.classification(),
-            optax.adamw(1e-2),
-            mesh=make_mesh_of(degrees),
-            accumulation_steps=accumulation,
-            parallelism=jt.Parallelism(zero=zero),
-        )
-        state, first = step(step.init(0), BATCH)
-        found.append([float(first["loss"]), float(step(state, BATCH)[1]["loss"])])
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 class Net(nnx.Module):

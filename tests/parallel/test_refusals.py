@@ -49,15 +49,7 @@ def mlp(degrees: dict[str, int], options: dict[str, object], accumulation: int) 
 ROWS = {
     "heads": (lm(num_heads=4, num_kv_heads=4), dict(tensor=8), {}, 1, "heads .* is 4, .* by tensor=8; make it 8"),
     "layers": (lm(num_layers=6), dict(pipe=4, data=2), {}, 1, "pipe=4; use 4 or 8 layers, or parallel.pipe=2 or 3"),
-    "chunks": (lm(), dict(pipe=8), CHUNKED, 1, "parallel.chunks=2; use 16 layers, or parallel.pipe=2 or 4"),
     "interleaved": (lm(), dict(pipe=4, data=2), CHUNKED, 6, "^train.accumulation_steps=6 .*; use .*_steps=4 or 8, or "),
-    "two counts": (
-        lm(),
-        dict(pipe=2, data=4),
-        dict(microbatches=4),
-        2,
-        "=4 .* train.accumulation_steps=2: .* set one of them",
-    ),
     "batch": (lm(batch=24), dict(pipe=2, data=4), dict(microbatches=4), 1, "global_batch_size=24 .* use 16 or 32"),
     "sequence": (lm(length=30), dict(context=4, data=2), {}, 1, "sequence_length=30 .*context=4; use 28 or 32"),
     "experts": (
@@ -67,12 +59,10 @@ ROWS = {
         1,
         "is 6, .* make it 4 or 8, or use parallel.expert=3 or 6",
     ),
-    "no experts": (lm(), dict(expert=8), {}, 1, "parallel.expert=8, but the model transformer has no experts"),
     "no sequence": (mlp, dict(context=8), {}, 1, "context=8, but the rows of task classification have no sequence"),
     "no parts": (mlp, dict(pipe=8), {}, 1, "pipe=8, but the model mlp does not declare its embedding, stack and head"),
     "zero 3 without fsdp": (lm(), dict(data=8), dict(zero=3), 1, "zero=3 .* data=8 and fsdp=1; use fsdp=8"),
     "no stages": (lm(), dict(data=8), dict(microbatches=4), 1, "microbatches=4 .*train.accumulation_steps"),
-    "zero": (lm(), dict(data=8), dict(zero=4), 1, "zero is 4, not one of 0, 1, 2, 3"),
 }
 
 

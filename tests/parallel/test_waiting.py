@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from waiting import unordered
+from program_text import unordered
 
 from jaxtrain.layout.manual import after
 from jaxtrain.layout.mesh import make_mesh

@@ -13,11 +13,12 @@ import re
 import sys
 from typing import Any
 
-from program_text import array_bytes, arrays, read_program
+from program_text import array_bytes, arrays, walk
 
 from jaxtrain.config import load_config
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.compile import batch_shapes
+from jaxtrain.parallel.programs import read_program
+from jaxtrain.plan.compile import planned_step
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime import distributed
 
@@ -28,39 +29,20 @@ TINY = """
     remat.policy=none precision.policy=fp32 loss.logits=whole parallel.data=1
 """
 
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
-
-def program_counts(text: str, kinds: tuple[str, ...] = ("all-to-all", "collective-permute")) -> dict[str, float]:
-    """FLOPs of the matmuls of a program on one device, and bytes of the results of its collectives by kind.
-
-    Args:
-        text: optimized HLO, as `compiled.as_text()` gives it.
-        kinds: of collectives.
-    """
-    program = read_program(text)
-
-    def count(computation: str) -> dict[str, float]:
-        total = {"flops": 0.0, **dict.fromkeys(kinds, 0.0)}
-        beside = program.named[computation]
-        for one in beside.values():
-            if one.kind == "dot":
-                contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
-                assert contracted is not None
-                (_, left), (_, result) = arrays(beside[one.operands[0]].result)[0], arrays(one.result)[0]
-                dims = [left[int(n)] for n in contracted.group(1).split(",") if n]
-                total["flops"] += 2 * math.prod(result) * math.prod(dims)
-            elif one.kind in kinds:
-                total[one.kind] += array_bytes(one.result)
-            turns = _TURNS.search(one.rest)
-            assert turns or one.kind != "while", f"a loop of unknown turns: {one.rest[:200]}"
-            number_of_turns = int(turns.group(1)) if turns else 1
-            for called in one.called:
-                for what, number in count(called).items():
-                    total[what] += number * number_of_turns
-        return total
-
-    return count(program.entry)
+def program_counts(text: str) -> dict[str, int]:
+    """FLOPs of the matmuls of a program on one device, and bytes of the results of its collectives by kind."""
+    total = {"flops": 0, "all-to-all": 0, "all-reduce": 0}
+    for one, beside, turns in walk(read_program(text)):
+        if one.kind == "dot":
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
+            assert contracted is not None
+            (_, left), (_, result) = arrays(beside[one.operands[0]].result)[0], arrays(one.result)[0]
+            dims = [left[int(n)] for n in contracted.group(1).split(",") if n]
+            total["flops"] += turns * 2 * math.prod(result) * math.prod(dims)
+        elif one.kind in total:
+            total[one.kind] += turns * array_bytes(one.result)
+    return total
 
 
 def tiny_config(words: str) -> tuple[int, Config]:
@@ -74,19 +56,15 @@ def compile_counts(words: str) -> dict[str, Any]:
     """What the compiled step of a row multiplies, sends and holds on one device."""
     import jax
 
-    from jaxtrain.train.assemble import build_step
-
     count, config = tiny_config(words)
-    workload = describe_workload(config)
-    sizes = {name: getattr(workload, name) for name in ("input_shape", "vocab_size", "num_outputs")}
-    step = build_step(config, **sizes, devices=jax.devices()[:count])
-    compiled = step.compile(batch_shapes(workload))
-    found = program_counts(compiled.as_text(), ("all-to-all", "all-reduce"))
+    step, batch = planned_step(config, describe_workload(config), jax.devices()[:count])
+    compiled = step.compile(batch)
+    found = program_counts(compiled.as_text() or "")
     return {
         "config": words,
-        "flops": round(found["flops"]),
-        "all_to_all_bytes": round(found["all-to-all"]),
-        "all_reduce_bytes": round(found["all-reduce"]),
+        "flops": found["flops"],
+        "all_to_all_bytes": found["all-to-all"],
+        "all_reduce_bytes": found["all-reduce"],
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 

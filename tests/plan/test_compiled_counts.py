@@ -10,11 +10,10 @@ import pytest
 from program_counts import compile_counts, tiny_config
 
 from jaxtrain.config import load_config
-from jaxtrain.config.model import TransformerConfig
 from jaxtrain.ops.attention.rules import score_elements
-from jaxtrain.plan.attention import attention_work
 from jaxtrain.plan.estimate import analyse
 from jaxtrain.plan.hardware import measured_cpu
+from jaxtrain.plan.layers import attention_work
 from jaxtrain.plan.targets import parse_targets, target_of
 
 ROWS = json.loads((Path(__file__).parent / "compiled_counts.json").read_text())["rows"]
@@ -58,34 +57,12 @@ def test_traffic_of_experts_is_that_of_the_program(row):
     assert expert_bytes(estimate) == pytest.approx(sent, rel=0.01)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "experts" in row["config"]], ids=lambda row: row["config"])
-def test_memory_of_experts_is_near_that_of_the_program(row):
-    memory = planned(row["config"]).memory
-    # Of programs this small the planner knows the largest tensors only.
-    assert 0.5 < (memory.total_bytes - memory.state_bytes) / row["temporary_bytes"] < 1.5
-
-
 @pytest.mark.long
 def test_the_rows_are_what_compiling_gives():
     row = next(row for row in ROWS if "experts" not in row["config"] and "context" in row["config"])
     found = compile_counts(row["config"])
     counted = ("config", "flops", "all_to_all_bytes")
     assert {name: found[name] for name in counted} == {name: row[name] for name in counted}
-
-
-@pytest.mark.parametrize("target", ["v5e-8", "h100x8"])
-def test_accelerators_multiply_little_more_than_was_routed(target):
-    words = ["model.size=mixtral_8x7b", "parallel.fsdp=1", "parallel.expert=8", "train.accumulation_steps=1"]
-    config = load_config("llama3_8b", overrides=words).config
-    assert isinstance(config.model, TransformerConfig)
-    estimate = analyse(config, parse_targets(target)[0])
-    (block,) = [block for block in estimate.time.blocks if block.name == "experts"]
-    tokens = config.train.global_batch_size / 8 * estimate.workload.sequence_length
-    # Two experts of three matrices, and the router.
-    routed = 2 * tokens * config.model.embed_dim * (2 * 3 * config.model.mlp_width + 8)
-    passes = block.flops / routed / config.model.num_layers
-    # Forward, backward twice as much, and under this config's remat forward again; a tile of an expert is filled up.
-    assert passes == pytest.approx(4 if config.remat.policy == "full" else 3, rel=0.02)
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])

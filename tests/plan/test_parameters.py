@@ -11,12 +11,10 @@ from jaxtrain.plan.workload import Workload, model_tensors
 TOKENS = Workload("tokens", (64,), 512, None, 8, 1.0)
 IMAGES = Workload("examples", (32, 32, 3), None, 10, 8, 1.0)
 # One of each family: sizes of a family differ in numbers only.
-SIZES = ("gpt2", "llama3.2_1b", "mixtral_8x7b")
 MODELS = {
-    **{size: (TransformerConfig(size=size), TOKENS) for size in SIZES},
+    **{size: (TransformerConfig(size=size), TOKENS) for size in ("gpt2", "llama3.2_1b", "mixtral_8x7b")},
     "default": (TransformerConfig(), TOKENS),
-    "relative positions": (TransformerConfig(position="relative"), TOKENS),
-    **{size: (EncoderDecoderConfig(size=size), TOKENS) for size in ("flan_t5_small",)},
+    "flan_t5_small": (EncoderDecoderConfig(size="flan_t5_small"), TOKENS),
     "encoder_decoder with biases": (
         EncoderDecoderConfig(num_decoder_layers=2, position="none", norm="layernorm", bias=True, num_kv_heads=2),
         TOKENS,
@@ -39,9 +37,7 @@ MODELS = {
         ),
         TOKENS,
     ),
-    "parallel without positions": (TransformerConfig(block="parallel", position="none", activation="relu"), TOKENS),
-    **{size: (ResNetConfig(size=size), IMAGES) for size in ("resnet50",)},
-    "small resnet": (ResNetConfig(stem="small", stage_blocks=(1, 2), width=16), IMAGES),
+    "resnet50": (ResNetConfig(size="resnet50"), IMAGES),
     "deep mlp": (MLPConfig(hidden_dims=(64, 32, 16)), IMAGES),
 }
 

@@ -41,7 +41,6 @@ ROWS = {
         *("v5e:2x4", {}, {}, dict(accumulation_steps=2, parallelism=dict(zero=1))),
         {"reduce-scatter data", "all-gather data"},
     ),
-    "v5e fp8": ("v5e:2x4", dict(fsdp=4, tensor=2), dict(num_kv_heads=4), dict(policy="fp8"), {"all-gather fsdp"}),
     "8 h100": ("h100:1x8", dict(fsdp=8), {}, {}, {"all-gather fsdp", "reduce-scatter fsdp"}),
     "2 x 8 h100 stages": (
         *("h100:2x8", STAGES, {}, dict(parallelism=dict(schedule="1f1b", microbatches=4))),
@@ -88,12 +87,13 @@ def compile_row(name: str) -> dict[str, Any]:
     import jax
     import numpy as np
     import optax
+    from program_text import crosses
 
     from jaxtrain.config.model import TransformerConfig
     from jaxtrain.layout.mesh import crossing_axes, make_mesh
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling
-    from jaxtrain.parallel.programs import collectives, crosses
+    from jaxtrain.parallel.programs import collectives
     from jaxtrain.plan.topology import compile_for, topology_devices
     from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
@@ -161,7 +161,7 @@ def compiled(name: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""What attention runs on where a step is planned for, by the rules of the step, and what that holds. No jax here."""
+"""What attention and experts of a layer run on where a step is planned for, by the rules of the step. No jax here."""
 
 import functools
 from collections import Counter
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Structure
 from jaxtrain.ops.attention.rules import (
     ELSEWHERE,
@@ -24,6 +25,7 @@ from jaxtrain.ops.attention.rules import (
     score_elements,
     visible_pairs,
 )
+from jaxtrain.ops.experts.rows import is_one_round, multiplied_rows, round_rows
 from jaxtrain.plan.targets import Target
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
@@ -158,3 +160,53 @@ def _whole_sequence(
         pairs = pairs_at_once(length, block, **visible)
         return AttentionWork(name, computed_share(length, block, **visible), pairs, score_bytes, True)
     return AttentionWork(name, 1.0, length * length, score_bytes, False, again=0.0)
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """Experts of one layer on one device, for each token of the device.
+
+    Attributes:
+        rows: of the grouped matmuls.
+        multiplied: rows that are multiplied with the kernel of one expert each, those that fill up blocks among them.
+        again: forward passes that the backward pass runs whatever the remat policy keeps.
+        sums_gradients: whether a loop sums gradients of the kernels in float32, beside those of the first round.
+    """
+
+    rows: float
+    multiplied: float
+    again: float = 0.0
+    sums_gradients: bool = False
+
+
+def expert_work(config: Config, target: Target, tokens: float) -> ExpertWork | None:
+    """The experts of a config on a target for tokens of one microbatch on one device, where the routing is even."""
+    model = config.model
+    if not isinstance(model, TransformerConfig) or model.experts is None:
+        return None
+    shards, choices, total = int(config.parallel.expert), model.experts.experts_per_token, model.experts.num_experts
+    sizes = (tokens, choices, total, shards)
+    # A device gets from each as many rows as it sends to each.
+    rows = tokens * min(choices, total) if shards == 1 else shards * round_rows(*sizes)
+    multiplied = multiplied_rows(target.hardware.kind, rows, tokens * choices, total // shards)
+    again = 1.0 if in_manual_region(config) else 0.0
+    return ExpertWork(rows / tokens, multiplied / tokens, again, shards > 1 and not is_one_round(*sizes))
+
+
+def least_experts(model: TransformerConfig) -> ExpertWork | None:
+    """What experts take at least: each token meets those that it chose."""
+    if model.experts is None:
+        return None
+    chosen = float(model.experts.experts_per_token)
+    return ExpertWork(rows=chosen, multiplied=chosen)
+
+
+def in_manual_region(config: Config) -> bool:
+    """Whether `run_manually` enters inside another manual region, and its backward pass computes the forward again.
+
+    A stage of a pipeline is such a region, and so is accumulation over `data`.
+    """
+    parallel = config.parallel
+    held = {"pipe", "data"} if int(parallel.pipe) > 1 else {"data"}
+    outer = int(parallel.pipe) > 1 or (int(parallel.data) > 1 and config.train.accumulation_steps > 1)
+    return outer and any(int(getattr(parallel, axis)) > 1 for axis in AXES if axis not in held)
