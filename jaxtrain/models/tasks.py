@@ -1,7 +1,6 @@
 """The shipped tasks and their metrics. Shapes: B batch, L sequence, V vocabulary, C classes, O targets."""
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -18,7 +17,6 @@ from jaxtrain.layout.sharding import current_layout, sum_over_shards
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.task import (
     Batch,
-    CallingLoss,
     LogitsLoss,
     Sums,
     Task,
@@ -355,20 +353,6 @@ def build_task(config: Config) -> Task:
     if config.task == "classification":
         return classification(label_smoothing=loss.label_smoothing)
     return TASKS[config.task]()
-
-
-def is_shipped(task: Task) -> bool:
-    """Whether a task evaluates as the one of its name in `TASKS`, whose options matter in training alone."""
-    make = TASKS.get(task.name)
-    return make is not None and _evaluated(task) == _evaluated(make())
-
-
-def _evaluated(task: Task) -> Any:
-    """The code of the loss in evaluation, and its settings: each call of a task makes another function of that code."""
-    match task.loss:
-        case LogitsLoss(evaluate=loss) | CallingLoss(function=loss) | loss:
-            loss, settings = (loss.func, loss.args) if isinstance(loss, functools.partial) else (loss, ())
-    return (loss.__code__ if isinstance(loss, types.FunctionType) else loss, settings)
 
 
 def named_task(task: Task | str) -> Task:

@@ -23,8 +23,9 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.run.directory import tokenizer_file
-from jaxtrain.run.open_model import OpenedModel, open_model
+from jaxtrain.run.open_model import open_model
 from jaxtrain.run.open_run import OpenedRun, open_run
+from jaxtrain.run.predict import OpenedModel
 from jaxtrain.run.published import exported_texts, kept_published
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.base import base_of
@@ -154,7 +155,7 @@ def _with_stored_base(run: OpenedRun) -> Params:
         return run.params
     rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
     unchecked = dataclasses.replace(record, digests={})  # without the dtypes of digests it is read as it is stored
-    where = {"run_dir": run.run_dir, "moved_to": published_from(run.config.model)}
+    where = {"run_dir": run.path, "moved_to": published_from(run.config.model)}
     stored = restore_base(run.sharded_model, unchecked, only=lambda path: path in rounded, **where)
     return merge_leaves(stored, run.params)
 

@@ -145,7 +145,7 @@ def fit(
     from jaxtrain.train.assemble import OwnStep
     from jaxtrain.train.checks import check_parts
 
-    task = named_task(task)
+    named, task = task, named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
     if mesh is not None and getattr(mesh, "axis_names", None) != AXES:
         raise ConfigError(f"mesh is {mesh!r}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
@@ -175,7 +175,9 @@ def fit(
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
-    return train_loaded(loaded, folder, Given(own_step, resume, model, task, opened, callbacks, progress))
+    # A task that the config names is the config's: whoever opens the run need not give it again.
+    own_task = None if named in TASKS else task
+    return train_loaded(loaded, folder, Given(own_step, resume, model, own_task, opened, callbacks, progress))
 
 
 def _plain(value: Any) -> Any:
@@ -212,78 +214,3 @@ def _num_steps(epochs: float, num_rows: int, size: int) -> int:
     """
     steps = epochs * num_rows / size
     return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else math.ceil(steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class LearningRates:
-    """What `find_learning_rate` tried.
-
-    Attributes:
-        rates: float64 [steps], rising by a constant factor.
-        losses: float64 [steps], smoothed.
-        suggestion: a tenth of the rate with the least loss: a first value to try, not the best one.
-    """
-
-    rates: np.ndarray
-    losses: np.ndarray
-    suggestion: float
-
-    def __repr__(self) -> str:
-        return f"LearningRates: {self.suggestion:.1e} of {self.rates[0]:.1e} to {self.rates[-1]:.1e}"
-
-
-def find_learning_rate(
-    model: "Model",
-    task: "Task | str",
-    optimizer: "Callable[[optax.Schedule], optax.GradientTransformation] | None" = None,
-    *,
-    data: Any,
-    columns: Mapping[str, str] | None = None,
-    batch_size: int = 32,
-    lowest: float = 1e-6,
-    highest: float = 1.0,
-    steps: int = 100,
-    seed: int = 0,
-    **options: Any,
-) -> LearningRates:
-    """Train for some steps while the learning rate rises, and suggest one from where the loss was least.
-
-    Nothing is written, and the parameters that were trained are dropped. Source: Smith 2017 (arXiv 1506.01186).
-
-    Args:
-        model, task: as for `fit`.
-        optimizer: learning rate -> optimizer, such as `optax.sgd`; None: `optax.adamw`.
-        data, columns: rows with an index, as for `fit`.
-        batch_size: rows per step.
-        lowest, highest: first and last rate, above 0.
-        steps: number of rates, 10 or more; fewer are tried where the loss grows beyond four times its smallest value.
-        seed: of the parameters and the order of the rows.
-        options: of `make_train_step`: mesh, policy, clip_norm.
-
-    Example:
-        >>> found = jt.find_learning_rate(model, "classification", data=rows, batch_size=8, steps=20)
-        >>> found
-        LearningRates: ... of 1.0e-06 to ...
-    """
-    import optax
-
-    from jaxtrain.data.batches import Batches
-    from jaxtrain.data.sources.given import data_of, renamed
-    from jaxtrain.train.step import make_train_step
-
-    rows: Any = data_of(data if columns is None else renamed(data, columns, "data")).train
-    rates = np.geomspace(lowest, highest, steps)
-    schedule = optax.exponential_decay(lowest, 1, float(rates[1] / rates[0]))
-    step = make_train_step(model, task, (optimizer or optax.adamw)(schedule), **options)
-    load = step.loader(Batches(rows, batch_size, seed=seed, shuffle=True))
-    state, losses, smoothed = step.init(seed), [], 0.0
-    for k in range(steps):
-        state, metrics = step(state, load(k))
-        smoothed = 0.9 * smoothed + 0.1 * float(metrics["loss"])
-        losses.append(smoothed / (1 - 0.9 ** (k + 1)))
-        if not math.isfinite(losses[-1]) or (k > steps // 10 and losses[-1] > 4 * min(losses)):
-            break
-    found = np.array(losses)
-    # The first losses are those of few batches.
-    first = min(steps // 10, len(found) - 1)
-    return LearningRates(rates[: len(found)], found, float(rates[first + int(np.nanargmin(found[first:]))]) / 10)

@@ -12,13 +12,13 @@ from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
+from jaxtrain.run.saving import is_due
 from jaxtrain.run.session import (
     Session,
     add_evaluation,
     close_session,
     evaluate_state,
     final_metrics,
-    is_due,
     save_on_failure,
     save_state,
     saving_on_failure,
@@ -51,14 +51,14 @@ def train(session: Session) -> tuple[TrainState, int]:
     """Train to the last step, or until the run stops early; then evaluate, save, sample and report."""
     config, watch, done, state = session.run.config, session.watch, session.start, session.state
     last, sample = config.train.steps, None
-    had_ended = done >= last or watch.status is not None
     if not session.is_over:
         session.record.begin()
-        if done and (had_ended or is_due(done, config.evaluation.every)) and _lacks_evaluation(session):
+        is_due_here = session.has_ended or is_due(done, config.evaluation.every)
+        if done and is_due_here and _lacks_evaluation(session):
             # It was due, and a signal left no time for it.
             evaluate_state(session, done, state)
             add_evaluation(session, done)
-        if not had_ended and watch.status is None:
+        if not session.has_ended and watch.status is None:
             state, done = _run_steps(session)
             # The loop pauses after a step only if another one follows.
             if done > session.start and watch.status is None:
@@ -70,9 +70,6 @@ def train(session: Session) -> tuple[TrainState, int]:
         evaluate_state(session, done, state)
         save_state(session, done, state)
         sample = _sampled(session, done, state)
-    if had_ended:
-        how, key = ("trained to", "train.steps") if done >= last else ("stopped early at", "the patience")
-        session.progress.message(f"already {how} step {done}: raise {key} to go on, or start again with --resume never")
     close_session(session, "done" if done >= last else watch.status or "done")
     evaluated = {name: value for name, value in final_metrics(session).items() if name.startswith("eval_")}
     summary = [f"sample: {sample}"] if sample else []
@@ -112,7 +109,7 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
     step = _checked(run, start)
     depth = queue_depth(run.batches.spec()) if config.prefetch == "auto" else config.prefetch
     loaded = prefetch(run.step.loader(run.batches), start, config.steps, depth=depth)
-    bad_steps = BadSteps(run, session.run_dir, session.progress)
+    bad_steps = BadSteps(run.config.spikes, session.progress)
     profile = _Profile(session)
     session.progress.start(config.steps, start)
     batches = session.activity.fed(interrupt.until_asked(loaded), first=start + 1)

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import grain
 import jax
+from jax.sharding import Mesh
 
 from jaxtrain.config.files import is_run
 from jaxtrain.config.load import load_config
@@ -28,81 +28,52 @@ from jaxtrain.interop.formats.entries import Entry
 from jaxtrain.interop.formats.hub import is_published, published_place, read_published_config, tokenizer_origin
 from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.interop.settings import check_fits, fresh_parts
-from jaxtrain.models.model import ModelState, Params, parameter_shapes
+from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.run.open_run import OpenedRun, open_run
-from jaxtrain.run.predict import Predictor, embeds, tokenizer_of
+from jaxtrain.run.open_run import open_run, quantized
+from jaxtrain.run.predict import OpenedModel, embeds, tokenizer_of
 from jaxtrain.run.published import published_classes, read_texts, texts_beside
-from jaxtrain.run.restore import quantized_params
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.assemble import build_sharded_model
 from jaxtrain.train.start import accept_start
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-_BATCH = 32
+from jaxtrain.train.state import EvaluationState
 
 
 @dataclass(kw_only=True, eq=False)
-class OpenedFolder:
-    """A published model, opened by `open_model`: what an `OpenedRun` has of these names."""
+class OpenedFolder(OpenedModel):
+    """A published model, opened by `open_model`."""
 
     path: Path
     config: Config
     sharded_model: ShardedModel
     tokenizer: Tokenizer | None
-    chat: ChatFormat | None
-    special: SpecialTokens
-    adapter: str | Path | None
-    quantize: str | None
-    step: None = None
+    _texts: tuple[ChatFormat | None, SpecialTokens]
+    _adapter: str | Path | None
+    _quantize: str | None
     info: Mapping[str, Any] = field(default_factory=dict)
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    @property
-    def params(self) -> Params:
-        """The parameters on their mesh, read when they are first asked for."""
-        return self._weights[0]
-
-    @property
-    def model_state(self) -> ModelState:
-        """What changes without a gradient."""
-        return self._weights[1]
+    _batch_axes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def classes(self) -> Sequence[str] | None:
         """The names of the classes that its config.json gives."""
         return published_classes(read_published_config(self.path), str(self.path))
 
-    def predict(self, rows: grain.MapDataset, *, batch_size: int | None = None) -> Any:
-        """Outputs of rows with an index; see `OpenedRun.predict`."""
-        predictor = Predictor(self.sharded_model, {})
-        return predictor(self.params, self.model_state, rows, batch_size=batch_size or _BATCH)
-
     @functools.cached_property
-    def _weights(self) -> tuple[Params, ModelState]:
+    def state(self) -> EvaluationState:
+        """Its weights, on their mesh."""
         path, model = str(self.path), self.sharded_model
         # With another head than the published one, that head is not read; an embedding need not have parameters.
         settings = settings_in(path, published_settings(path))
         theirs = [row.path for row in published_family(path).tensors(settings) if isinstance(row, Entry)]
         known = [*theirs, *parameter_shapes(model.model)]
         fresh = [one for one in fresh_parts(self.config.model) if any(fnmatch.fnmatchcase(name, one) for name in known)]
-        over = None if self.adapter is None else str(self.adapter)
+        over = None if self._adapter is None else str(self._adapter)
         start = accept_start(path, None, fresh, sharded_model=model, trains=lambda name: False, adapter=over)
-        params = start.params
-        if params is None or jax.tree.structure(params) != jax.tree.structure(model.abstract_params):
+        if start.params is None or jax.tree.structure(start.params) != jax.tree.structure(model.abstract_params):
             raise ConfigError(f"{path} has no weights for the head that is asked for; leave model.head out")
-        if self.quantize is not None:
-            params, remark = quantized_params(params, model, self.quantize)
-            print_remark(remark)
-        return params, start.model_state or {}
-
-
-OpenedModel = OpenedRun | OpenedFolder
+        params = quantized(start.params, model, self._quantize, report=print_remark)
+        return EvaluationState(params, start.model_state or {})
 
 
 def open_model(
@@ -111,7 +82,7 @@ def open_model(
     adapter: str | Path | None = None,
     quantize: str | None = None,
     step: int | None = None,
-    mesh: "Mesh | None" = None,
+    mesh: Mesh | None = None,
     overrides: Iterable[str] = (),
     report: Callable[[str], None] = print_remark,
 ) -> OpenedModel:
@@ -149,16 +120,14 @@ def open_model(
     shape = (size, size, 3) if "vocab_size" not in settings else (int(settings["max_sequence_length"]),)
     tokenizer = None if file is None else load_tokenizer(file)
     files = {} if file is None else texts_beside(file, adapter)
-    chat, special = read_texts(files, tokenizer, where=str(adapter or path), added=True)
     return OpenedFolder(
         path=path,
         config=config,
         sharded_model=build_sharded_model(config, input_shape=shape, mesh=mesh),
         tokenizer=tokenizer,
-        chat=chat,
-        special=special,
-        adapter=adapter,
-        quantize=quantize,
+        _texts=read_texts(files, tokenizer, where=str(adapter or path), added=True),
+        _adapter=adapter,
+        _quantize=quantize,
     )
 
 

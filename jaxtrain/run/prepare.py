@@ -30,12 +30,19 @@ from jaxtrain.run.callbacks import EARLY_STOPPED, Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.evaluation import Evaluator, to_hold_out
 from jaxtrain.run.interrupt import Interrupt
-from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
-from jaxtrain.run.reference import first_reference, resumed_reference
-from jaxtrain.run.restore import describe_start, keep_base, resumed_state, saved_form, start_of, trained_leaves
-from jaxtrain.run.resume import check_resumed, choose_start, own_parts, run_metadata
-from jaxtrain.run.session import RunSaves, Session, begin_folder, take_folder
+from jaxtrain.run.reference import first_reference, with_kept_reference
+from jaxtrain.run.resume import (
+    check_resumed,
+    choose_start,
+    describe_start,
+    resumed_state,
+    run_metadata,
+    start_of,
+    trained_leaves,
+)
+from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
+from jaxtrain.run.session import Session
 from jaxtrain.run.watchdog import Activity
 from jaxtrain.runtime.agreement import Facts, together
 from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
@@ -80,39 +87,47 @@ def prepare_session(
     checkpointer, owner = _open_checkpoints(run, run_dir, given.resume, progress)
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, given.resume)
-        optimizer_state = None if given.own_step.optimizer is None else run.step.abstract_state.optimizer_state
-        own = own_parts(model=given.model, task=given.task, data=given.data, optimizer_state=optimizer_state)
-        metadata, meter = run_metadata(run, own), run_meter(run, own_model=given.model is not None)
+        metadata, meter = run_metadata(run, given), run_meter(run, own_model=given.model is not None)
         if resumed is None:
             notes = _beginning(run, given)
         else:
-            target, may_change = saved_form(run.step, checkpointer), given.resume is not None
-            changes = check_resumed(checkpointer, target, metadata, run_dir=run_dir, may_change=may_change)
+            may_change = given.resume is not None
+            changes = check_resumed(checkpointer, run.step, metadata, run_dir=run_dir, may_change=may_change)
             same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
             notes = [f"resuming step {resumed} from {checkpointer.directory}: {same}"]
             if run.awaits_reference:
                 metadata["reference"] = checkpointer.metadata().get("reference")
-                run = resumed_reference(run, run_dir, metadata["reference"])
+                run = with_kept_reference(run, run_dir, metadata["reference"])
         units = f"{meter.units_per_step:,.0f} {run.data.unit}"
         for line in _banner(run, run_dir, [*loaded.notes, *notes], units=units):
             progress.message(line)
-        source = None if resumed is None else checkpointer
-        state, base = _compiled_state(run, run_dir, given.own_step, source, progress, spent)
-        interrupt.check()
+        record = RunRecord(run_dir, spent, report=progress.message)
+        callbacks = sorted_callbacks(given.callbacks)[0]
+        if resumed is None:
+            state, base = _first_state(run, given.own_step, progress, spent)
+        else:
+            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
+                state, base = resumed_state(run, run_dir, given.own_step, checkpointer)
         start = 0 if resumed is None else int(state.step)
+        watch = Watch(run.config, run_dir, callbacks, start=start, log=record.log)
+        has_ended = start >= run.config.train.steps or watch.status is not None
+        if has_ended:
+            is_done = start >= run.config.train.steps
+            how, key = ("trained to", "train.steps") if is_done else ("stopped early at", "the patience")
+            progress.message(f"already {how} step {start}: raise {key} to go on, or start again with --resume never")
+        elif resumed is not None:
+            with spent.measure("compiling"):
+                _compile(run, progress, None)
+        interrupt.check()
         activity.begins_at(start)
         metadata["base"] = None if base is None else base.as_json()
         if resumed is None:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
             _begin_directory(run, run_dir, checkpointer, progress)
-            keep_base(base, run, state, run_dir)
             if run.awaits_reference:
                 with spent.measure("evaluation"):
                     main = is_main_process()
                     run, metadata["reference"] = first_reference(run, state, run_dir, progress, main=main)
-        record = RunRecord(run_dir, spent, report=progress.message)
-        watch = Watch(run.config, run_dir, sorted_callbacks(given.callbacks)[0], start=start, log=record.log)
-        has_ended = start >= run.config.train.steps or watch.status is not None
         is_over = has_ended and _has_closed(run_dir)
         if not is_over:
             record.open(loaded, run, metadata, start=start)
@@ -131,6 +146,7 @@ def prepare_session(
             progress=progress,
             interrupt=interrupt,
             activity=activity,
+            has_ended=has_ended,
             is_over=is_over,
             metrics=_logged(run_dir, start) if has_ended else {},
         )
@@ -179,12 +195,10 @@ def _open_checkpoints(
 
 
 def _beginning(run: Run, given: Given) -> list[str]:
-    """Check what a run starts from that begins anew; what people are told of it."""
+    """Check the config's model of a run that begins; what people are told of it."""
     if given.model is not None:
         return []
     check_fits(run.config.model)
-    if given.own_step.params is None and not given.own_step.skip:
-        check_class_order(run.config, (run.data.reading or {}).get("classes"))
     return fresh_notes(run.config.model)
 
 
@@ -241,28 +255,19 @@ def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> lis
     ]
 
 
-def _compiled_state(
-    run: Run,
-    run_dir: Path,
-    own_step: OwnStep,
-    resumes: Checkpointer | None,
-    progress: Progress,
-    spent: TimeSpent,
+def _first_state(
+    run: Run, own_step: OwnStep, progress: Progress, spent: TimeSpent
 ) -> tuple[TrainState, BaseRecord | None]:
-    """Compile the step, and create the state or restore the newest intact one; with the base of its adapters."""
-    if resumes is not None:
-        with spent.measure("compiling"):
-            _compile(run, progress, None)
-        with progress.phase("restoring checkpoint"), spent.measure("creating state"):
-            return resumed_state(run, run_dir, own_step, resumes)
+    """Compile the step and create the state of a run that begins, and describe the base of its adapters."""
+    start = start_of(run, own_step)
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = pool.submit(lambda: run.step.init(run.config.seed, **start_of(run, own_step)))
+        created = pool.submit(lambda: run.step.init(run.config.seed, **start))
         with spent.measure("compiling"):
             _compile(run, progress, created)
         with progress.phase("creating state"), spent.measure("creating state"):
             state = jax.block_until_ready(created.result())
-            return state, describe_start(run, state, start_of(run, own_step))
+            return state, describe_start(run, state, start)
 
 
 def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -> None:

@@ -20,7 +20,6 @@ from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import MultiWriter, Scalars, flat_scalars, open_writers
 from jaxtrain.models.model import LOW_RANK, parameter_shapes
-from jaxtrain.models.tasks import is_shipped
 from jaxtrain.optim.optimizers import trainable_predicate
 from jaxtrain.run.directory import TOKENIZER_DIGEST
 from jaxtrain.run.published import keep_published, keep_tokenizer
@@ -170,7 +169,6 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
     return {
         **info,
         "task": step.task.name,
-        "task_is_shipped": is_shipped(step.task),
         **{key: metadata.get(key) for key in ("from_python", "base")},
         "choices": list(step.choices),
         "compiler_options": dict(step.compiler_options.used),

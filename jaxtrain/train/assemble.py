@@ -23,7 +23,7 @@ from jaxtrain.models.model import Model, ModelState, Params, count_parameters, p
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
-from jaxtrain.models.tasks import build_task, is_shipped
+from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.optimizers import build_optimizer, build_schedule, trainable_predicate
 from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
 from jaxtrain.remat.policy import Remat
@@ -341,7 +341,7 @@ def assemble(
         targets = spec.get("targets")
         shape = targets if isinstance(targets, jax.ShapeDtypeStruct) else None
         check_fit(config, data, shape, own_task=task is not None)
-    named = config.task if task is None else task.name if is_shipped(task) else None
+    named = config.task if task is None else task.name
     step = build_step(
         config if model is not None else with_output_scale(config, data.reading, task=named),
         input_shape=data.input_shape,

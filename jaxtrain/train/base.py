@@ -17,17 +17,13 @@ from jaxtrain.models.model import Model, Params
 from jaxtrain.precision.kernels import LowRankKernel
 from jaxtrain.train.state import TrainState, merge_leaves, paths_of, select_leaves
 
-KEPT = "base"
-"""Folder of a run with a base that came from Python as arrays: nothing else has them."""
-
 
 @dataclass(frozen=True)
 class BaseRecord:
     """Where the frozen parameters of a run came from, and what they are.
 
     Attributes:
-        format: "published" (a folder or a GGUF file), "run" (a step of a run), "kept" (in the run's own directory), or
-            "drawn" (from the seed alone).
+        format: "published" (a folder or a GGUF file), "run" (a step of a run), or "drawn" (from the seed alone).
         path: of that; None: there is none.
         seed: of the run; what is not in `path` is drawn from it.
         skip: patterns of paths that are drawn although `path` has them.
@@ -45,9 +41,7 @@ class BaseRecord:
     @property
     def shown(self) -> str:
         """The base in messages."""
-        return {"drawn": f"weights drawn from seed {self.seed}", "kept": "weights from Python"}.get(
-            self.format, str(self.path)
-        )
+        return f"weights drawn from seed {self.seed}" if self.path is None else self.path
 
     @property
     def digest(self) -> str:
@@ -65,10 +59,6 @@ class BaseRecord:
             "digests": {path: list(found) for path, found in self.digests.items()},
             "scale": self.scale,
         }
-
-    def source(self, run_dir: Path) -> str | None:
-        """Where the base is read from; None: it is drawn."""
-        return str(run_dir / KEPT) if self.format == "kept" else self.path
 
     def check_scale(self, model: Model, *, run_dir: Path) -> None:
         """Raise where a model multiplies the products of the adapters by another number than they were trained with.

@@ -255,7 +255,7 @@ def restore_base(
         CheckpointError: the base is gone, or is another one than the adapters were trained on.
     """
     record.check_scale(sharded_model.model, run_dir=run_dir)
-    source = moved_to or record.source(run_dir)
+    source = moved_to or record.path
     asked = paths_of(sharded_model.abstract_params)
 
     def recorded(path: tuple, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
