@@ -84,7 +84,7 @@ def run_jaxtrain(arguments: argparse.Namespace) -> None:
 
     import jaxtrain as jt
     from jaxtrain.inference.decoding import generate_ids
-    from jaxtrain.run.open_model import open_served
+    from jaxtrain.run.open_run import open_served
 
     served = open_served(arguments.folder, quantize=arguments.quantize)
 

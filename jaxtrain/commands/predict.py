@@ -13,7 +13,7 @@ from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.open_model import open_model
+from jaxtrain.run.open_run import open_model
 from jaxtrain.run.predict import predict_file
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic

@@ -12,7 +12,7 @@ from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import Written
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.run.open_model import open_model
+from jaxtrain.run.open_run import open_model
 from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
 

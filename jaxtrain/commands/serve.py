@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     key = read_api_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, has_key=key is not None) as taken:
         began = time.monotonic()
-        from jaxtrain.run.open_model import open_served
+        from jaxtrain.run.open_run import open_served
 
         distributed.start(emulate=arguments.emulate)
         served = open_served(

@@ -23,8 +23,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.run.directory import tokenizer_file
-from jaxtrain.run.open_model import open_model
-from jaxtrain.run.open_run import OpenedRun, open_run
+from jaxtrain.run.open_run import OpenedRun, open_model, open_run
 from jaxtrain.run.predict import OpenedModel
 from jaxtrain.run.published import exported_texts, kept_published
 from jaxtrain.runtime.terminal import print_remark

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.harness import result_rows, task_tokens
-from jaxtrain.run.open_model import open_model
+from jaxtrain.run.open_run import open_model
 from jaxtrain.run.predict import tokenizer_of, writer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
