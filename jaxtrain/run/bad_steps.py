@@ -63,11 +63,7 @@ class CheckedStep:
         self._digests = _digest_program([leaf.sharding.spec for _, leaf in leaves], step.state_on_host, step.mesh)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step.
-
-        Raises:
-            CorruptionError: devices hold other bits of the same array; names the first such array and the devices.
-        """
+        """One step; a CorruptionError names the first array of which devices hold other bits, and the devices."""
         self._number += 1
         state, metrics = self._step(state, batch)
         if is_due(self._number, self._every):

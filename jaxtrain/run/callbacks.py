@@ -7,20 +7,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import jax
+
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, EarlyStoppingConfig, is_higher_better
+from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import read_rows
 from jaxtrain.metrics.progress import Progress
-
-if TYPE_CHECKING:
-    from jaxtrain.data import Data
-    from jaxtrain.models.model import Model
-    from jaxtrain.models.task import Task
-    from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.state import TrainState
+from jaxtrain.metrics.writers import flat_scalars
+from jaxtrain.models.model import Model
+from jaxtrain.models.task import Task
+from jaxtrain.train.assemble import OwnStep
+from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
 EARLY_STOPPED = "early stopped"
@@ -45,7 +47,7 @@ class Moment:
 
     step: int
     metrics: Mapping[str, float | int]
-    state: "TrainState"
+    state: TrainState
     run_dir: Path
     _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
 
@@ -132,11 +134,11 @@ class EarlyStopping:
 class Given:
     """What `fit` and `run_config` were given beside the config."""
 
-    own_step: "OwnStep"
+    own_step: OwnStep
     resume: str | None = None
-    model: "Model | None" = None
-    task: "Task | None" = None
-    data: "Data | None" = None
+    model: Model | None = None
+    task: Task | None = None
+    data: Data | None = None
     callbacks: Sequence[Callback | EarlyStopping] = ()
     progress: Progress | None = None
 
@@ -219,16 +221,12 @@ class Watch:
         called = (one for one in self._callbacks if number % one.every == 0 or number == self._last)
         return [one.on_step for one in called if one.on_step is not None]
 
-    def stepped(self, number: int, state: "TrainState") -> None:
+    def stepped(self, number: int, state: TrainState) -> None:
         """Call `on_step` of the callbacks that want to see this step."""
         if self.sees(number):
-            import jax
-
-            from jaxtrain.metrics.writers import flat_scalars
-
             self._call(self._due(number), number, flat_scalars(jax.device_get(dict(self.metrics))), state)
 
-    def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: "TrainState") -> None:
+    def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: TrainState) -> None:
         """Follow the metric of early stopping, and call `on_evaluation`."""
         numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
         rule = self._rule
@@ -245,7 +243,7 @@ class Watch:
                 self._decide(rule)
         self._call([one.on_evaluation for one in self._callbacks], number, numbers, state)
 
-    def saved(self, number: int, state: "TrainState") -> None:
+    def saved(self, number: int, state: TrainState) -> None:
         """Call `on_save`."""
         self._call([one.on_save for one in self._callbacks], number, {}, state)
 
@@ -264,7 +262,7 @@ class Watch:
         functions: Sequence[Callable[[Moment], Answer] | None],
         number: int,
         metrics: Mapping[str, float | int],
-        state: "TrainState",
+        state: TrainState,
     ) -> None:
         moment = Moment(number, metrics, state, self._run_dir, self._log)
         for function in functions:
@@ -291,6 +289,4 @@ class Watch:
 
 def _by_process_0(verdict: bool) -> bool:
     """What process 0 found: processes that disagreed would wait for one another in a collective."""
-    from jaxtrain.checkpoint.storage import from_process_0
-
     return bool(from_process_0(lambda: int(verdict)))

@@ -168,8 +168,7 @@ def _rows_before_padding(weights: jax.Array) -> jax.Array:
 def _real_rows(outputs_of: Callable[[Any], Any], batch: Batch, count: int | None) -> tuple[Any, Batch]:
     """Outputs and batch of the first `count` rows; None: of all.
 
-    The model runs on all rows, which divide by the mesh, and its outputs are cut, where each of them has one entry per
-    row or none; other outputs (a matrix of rows by rows, two views in one array) are computed of these rows alone.
+    Outputs of all rows are cut where each of them has one entry per row or none; others are computed of these alone.
     """
     if count is None:
         return outputs_of(batch["inputs"]), batch

@@ -47,17 +47,8 @@ def export_run(
 ) -> Path:
     """Write a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
-    Args:
-        run_dir, step: the run, and which checkpoint; None: the newest intact one.
-        folder: to make; it may exist if it is empty.
-        dtype: float32, float16 or bfloat16; None: that of the published model that the run started from, else float32.
-        max_shard_size: most bytes per file, as in "5GB".
-        merge: whether adapters are added to their base as its folder stores it, and all weights are written.
-        base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
-
-    Raises:
-        ConfigError: the folder is not empty, no published family has the run's model, or there is nothing to merge.
-        CheckpointError: there is no intact checkpoint, or what was merged is not what was trained.
+    `dtype` is that of the published model which the run started from unless it is given, `base="nf4"` writes linear
+    layers in 4 bits, and `merge` adds adapters to their base as its folder stores it.
     """
     run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})

@@ -4,34 +4,36 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
 from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.data import Data
+from jaxtrain.data.sources.given import data_of, renamed
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import TASKS, named_task
 from jaxtrain.run.callbacks import Callback, EarlyStopping, Given
 from jaxtrain.run.directory import numbered_folder, run_folder
 from jaxtrain.run.run import Result, train_loaded
 from jaxtrain.runtime import distributed
-
-if TYPE_CHECKING:
-    import optax
-    from jax.sharding import Mesh
-
-    from jaxtrain.data import Data
-    from jaxtrain.models.model import Model, ModelState, Params
-    from jaxtrain.models.task import Task
-    from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.assemble import OwnStep
+from jaxtrain.train.checks import check_parts
+from jaxtrain.train.parallelism import Parallelism
 
 
 def fit(
-    model: "Model",
-    task: "Task | str",
-    optimizer: "optax.GradientTransformation",
+    model: Model,
+    task: Task | str,
+    optimizer: optax.GradientTransformation,
     *,
     data: Any,
     validation: Any = None,
@@ -39,19 +41,19 @@ def fit(
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
-    mesh: "Mesh | None" = None,
+    mesh: Mesh | None = None,
     policy: str = "fp32",
     accumulation_steps: int = 1,
     clip_norm: float | None = None,
     ema_decay: float | None = None,
     trainable: Callable[[str], bool] | None = None,
-    learning_rate: "optax.Schedule | float | None" = None,
+    learning_rate: optax.Schedule | float | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
-    parallelism: "Parallelism | None" = None,
+    parallelism: Parallelism | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
     offload_optimizer: bool = False,
-    params: "Params | Any" = None,
-    model_state: "ModelState | Any" = None,
+    params: Params | Any = None,
+    model_state: ModelState | Any = None,
     skip: Sequence[str] = (),
     seed: int = 0,
     run_dir: str | Path | None = None,
@@ -140,11 +142,6 @@ def fit(
     keywords, origin = _plain(overrides), "jaxtrain.fit"
     config = load_config(_plain(settings), keywords=keywords, origin=origin).config
     distributed.start(compilation_cache=config.compilation_cache)
-    from jaxtrain.data.sources.given import data_of, renamed
-    from jaxtrain.models.tasks import TASKS, named_task
-    from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.checks import check_parts
-
     named, task = task, named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
     if mesh is not None and getattr(mesh, "axis_names", None) != AXES:
@@ -189,14 +186,8 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (np.integer, np.bool_)) else value
 
 
-def _sizes(data: "Data", batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
-    """Keys of the group `train` that only the data can say.
-
-    Raises:
-        ConfigError: they contradict what was given.
-    """
-    from jaxtrain.data.stream import BatchStream
-
+def _sizes(data: Data, batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
+    """Keys of the group `train` that only the data can say."""
     if not isinstance(data.train, BatchStream):
         return {} if epochs is None else {"steps": _num_steps(epochs, len(data.train), batch_size)}
     found = data.train.batch_size

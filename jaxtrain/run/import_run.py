@@ -35,12 +35,7 @@ def import_run(
     overrides: Iterable[str] = (),
     base: str | Path | None = None,
 ) -> Path:
-    """Make the directory of a run of a published model, or of an adapter and its `base`.
-
-    Raises:
-        ConfigError: there is a run already, or a setting does not fit the model.
-        CheckpointError: the published files are missing or damaged.
-    """
+    """Make the directory of a run of a published model, or of an adapter and its `base`."""
     run_dir = Path(run_dir)
     if is_run(run_dir):
         raise ConfigError(f"{run_dir} is a run already; name a new directory")

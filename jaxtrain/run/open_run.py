@@ -113,13 +113,7 @@ def open_run(
 
 
 def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:
-    """The config of a run for this machine: `data` takes all devices, unless an override says otherwise.
-
-    Text is read with the tokenizer that was saved with the run.
-
-    Raises:
-        ConfigError: not a run, or a wrong key or value.
-    """
+    """The config of a run for this machine: `data` takes all devices, and text the tokenizer of the run."""
     info, changed = read_run(run_dir), _keys(overrides)
     saved = dict(info["config"])
     for group, keys in _NOT_KEPT.items():
@@ -391,21 +385,11 @@ def open_model(
     overrides: Iterable[str] = (),
     report: Callable[[str], None] = print_remark,
 ) -> OpenedModel:
-    """Open a model to be asked; no train step and no optimizer is built, and weights are read when they are needed.
+    """Open a run, a published folder or file, or an adapter whose base is here; weights are read when they are needed.
 
-    Args:
-        path: directory of a run, published folder, GGUF file, id on the hub, `package:NAME/FILE`, or folder of an
-            adapter that names a base which is here.
-        adapter: folder of an adapter, as PEFT or `jaxtrain export` writes it, over the published folder `path`.
-        quantize: number format of linear layers, "int8" or "nf4"; None: as they are.
-        step: of a run: which checkpoint; None: the newest intact one.
-        mesh: from `make_mesh`; None: all devices on the `data` axis, unless overrides say otherwise.
-        overrides: settings as on the command line ("parallel.tensor=8", "model.head.kind=embedding"). A published model
-            computes in bf16_pure on an accelerator unless precision.policy is set.
-        report: see `open_run`.
-
-    Raises:
-        ConfigError: there is no model at the path, or an argument does not fit it.
+    `adapter` is a folder over the published folder `path`, `quantize` the format of linear layers ("int8", "nf4"), and
+    `overrides` are settings as on the command line. A published model computes in bf16_pure on an accelerator unless
+    precision.policy is set.
     """
     path, words = Path(published_place(path, what="run or model")).expanduser(), list(overrides)
     is_adapter = not is_run(path) and is_adapter_folder(path)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grain
 import jax
@@ -35,18 +35,16 @@ from jaxtrain.inference.chat import answer_ends, answer_questions, encode_questi
 from jaxtrain.inference.generate import Written, default_new_tokens, generate_text, write_texts
 from jaxtrain.inference.prompts import SpecialTokens, decoder_of, encode_prompts, room_for_new_tokens, special_tokens
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.run.published import kept_published, published_classes
 from jaxtrain.runtime.compiler import Value, choose_options
+from jaxtrain.train.assemble import Run
 from jaxtrain.train.batch import batch_shardings
 from jaxtrain.train.checks import check_ids
 from jaxtrain.train.state import EvaluationState, TrainState
-
-if TYPE_CHECKING:
-    from jaxtrain.metrics.progress import Progress
-    from jaxtrain.train.assemble import Run
 
 # What a row gives, by the head of a transformer, and by the task of another model.
 _HEADS = {"sequence": "class", "regression": "number", "embedding": "embedding"}
@@ -128,8 +126,25 @@ class OpenedModel:
     def predict_file(
         self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
     ) -> list[dict[str, Any]]:
-        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them (docs/predict.md)."""
-        return predict_file(self, path, batch_size=batch_size, probabilities=probabilities)
+        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them (docs/predict.md).
+
+        Raises:
+            ConfigError: the model gives something else, such as the next token, or `probabilities` of no classes.
+            DataError: the file or a row of it is not what the model reads.
+        """
+        name, kind = os.fspath(self), _kind(self)
+        if probabilities and kind in ("number", "embedding"):
+            raise ConfigError(f"{name} gives {kind}s, which have no probabilities; leave --probabilities out")
+        rows, files = _read_rows(self, Path(path).expanduser())
+        outputs = self.predict(rows, batch_size=batch_size)
+        if not isinstance(outputs, np.ndarray):
+            raise ConfigError(f"the model of {name} gives several outputs and none is 'logits'; use run.predict")
+        names = _class_names(self, outputs.shape[-1]) if kind == "class" else []
+        found = [_answer(names, values, kind, probabilities=probabilities) for values in outputs]
+        named = [{}] * len(found) if files is None else [{"file": str(file)} for file in files]
+        return [
+            {"row": i, **file, **answer} for i, (file, answer) in enumerate(zip(named, found, strict=True), start=1)
+        ]
 
     def sample(
         self, prompts: str | Sequence[str], *, new_tokens: int | None = None, seed: int = 0, **sampling: Any
@@ -245,28 +260,6 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grai
     return ArrayRows({"inputs": inputs})
 
 
-def predict_file(
-    model: OpenedModel, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
-) -> list[dict[str, Any]]:
-    """Predict the rows of a file, one dict per row in its order; docs/predict.md lists the forms of both.
-
-    Raises:
-        ConfigError: the model gives something else, such as the next token, or `probabilities` of no classes.
-        DataError: the file or a row of it is not what the model reads.
-    """
-    name, kind = os.fspath(model), _kind(model)
-    if probabilities and kind in ("number", "embedding"):
-        raise ConfigError(f"{name} gives {kind}s, which have no probabilities; leave --probabilities out")
-    rows, files = _read_rows(model, Path(path).expanduser())
-    outputs = model.predict(rows, batch_size=batch_size)
-    if not isinstance(outputs, np.ndarray):
-        raise ConfigError(f"the model of {name} gives several outputs and none is 'logits'; use run.predict")
-    names = _class_names(model, outputs.shape[-1]) if kind == "class" else []
-    found = [_answer(names, values, kind, probabilities=probabilities) for values in outputs]
-    named = [{}] * len(found) if files is None else [{"file": str(file)} for file in files]
-    return [{"row": i, **file, **answer} for i, (file, answer) in enumerate(zip(named, found, strict=True), start=1)]
-
-
 def _kind(model: OpenedModel) -> str:
     """What one row gives: class, number or embedding."""
     info, config = model.info, model.config.model
@@ -367,10 +360,7 @@ def embeds(model: OpenedModel) -> bool:
 
 @dataclass(frozen=True)
 class Writing:
-    """How texts are written.
-
-    `piece` tokens are between two looks; None: all.
-    """
+    """How texts are written; `piece` tokens are between two looks, None: all."""
 
     new_tokens: int | None
     sampling: Sampling
@@ -413,7 +403,7 @@ def write(writer: OpenedModel, texts: Sequence[str], writing: Writing, *, answer
     )
 
 
-def sample_text(run: "Run", state: TrainState, progress: "Progress") -> str | None:
+def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
     """Continue or answer `evaluation.sample_prompt`; None where there is no prompt, no tokenizer or no text model."""
     settings, tokenizer = run.config.evaluation, run.data.tokenizer
     prompt, form = settings.sample_prompt, format_of_reading(run.data.reading)

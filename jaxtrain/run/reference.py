@@ -8,8 +8,9 @@ import hashlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grain
 import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
@@ -20,16 +21,12 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.train.assemble import Run, reading_threads, training_batches
 from jaxtrain.train.reference import ENTRY, compute_reference, with_reference
-
-if TYPE_CHECKING:
-    import grain
-
-    from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import TrainState
 
 FILE = "reference.npz"
 
 
-def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> tuple[Run, str]:
+def first_reference(run: Run, state: TrainState, run_dir: Path, progress: Progress, *, main: bool) -> tuple[Run, str]:
     """The run with the numbers in its rows, computed by the state that it starts from, and the digest of their file."""
     config, shards = run.config, run.step.mesh.size
     # As large as what a step computes at once.
@@ -71,7 +68,7 @@ def _with(run: Run, arrays: Mapping[str, np.ndarray]) -> Run:
     return dataclasses.replace(run, data=data, batches=training_batches(run.config, data), awaits_reference=False)
 
 
-def own_rows_with_reference(rows: "grain.MapDataset", run_dir: Path) -> "grain.MapDataset":
+def own_rows_with_reference(rows: grain.MapDataset, run_dir: Path) -> grain.MapDataset:
     """The held-out rows of a run that is opened again, with the numbers that it kept of them."""
     with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:
         recorded = checkpoints.metadata().get("reference")

@@ -227,17 +227,9 @@ def restore_for_evaluation(
     report: Callable[[str], None],
     moved_to: str | None = None,
 ) -> EvaluationState:
-    """Read parameters and model state of one checkpoint, without optimizer state, into the shardings of a model.
+    """Read parameters and model state of one checkpoint (None: the newest intact one) into the shardings of a model.
 
-    Args:
-        run_dir: directory of the run, which may be training.
-        sharded_model: the run's model; its shardings are those of the result.
-        step: of the checkpoint; None: the newest intact one.
-        report: receives one line for each damaged checkpoint that is passed over.
-        moved_to: where the base of an adapter run is; None: where it was.
-
-    Raises:
-        CheckpointError: there is none, none is intact, it is of another model, or its base is gone or another.
+    The run may be training. `moved_to` is where the base of an adapter run is; None: where it was.
     """
     damaged = ""
     with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:

@@ -27,7 +27,7 @@ from jaxtrain.layout.mesh import make_mesh, mesh_notes
 from jaxtrain.layout.rules import config_degrees
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.history import flat, read_rows
-from jaxtrain.metrics.progress import Phase, Progress
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import package_versions, read_run_info, run_text
 from jaxtrain.metrics.time_spent import TimeSpent
 from jaxtrain.metrics.trackers import check_trackers
@@ -458,23 +458,23 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
     def listen(event: str, **_: Any) -> None:
         seen.add(event.removeprefix("/jax/compilation_cache/"))
 
-    with contextlib.ExitStack() as ends:
-
-        def attempt() -> Phase:
-            try:
-                with progress.phase("tracing") as tracing, record_choices() as choices:
-                    lowered = run.step.trace(run.batches.spec()).lower()
-                    tracing.note("; ".join(choices))
-                phase = ends.enter_context(progress.phase("compiling"))
-                jax.monitoring.register_event_listener(listen)
-                ends.callback(jax.monitoring.unregister_event_listener, listen)
+    def attempt() -> None:
+        try:
+            with progress.phase("tracing") as phase, record_choices() as choices:
+                lowered = run.step.trace(run.batches.spec()).lower()
+                phase.note("; ".join(choices))
+            with progress.phase("compiling") as phase:
                 run.step.use(lowered.compile(), choices=choices)
-                return phase
-            finally:
-                if created is not None and jax.process_count() > 1:
-                    wait([created])
+                # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
+                found = "cache_hits" in seen and "cache_misses" not in seen
+                is_kept = run.config.compilation_cache is not None
+                phase.note("from cache" if found else "cached next time" if is_kept else "")
+        finally:
+            if created is not None and jax.process_count() > 1:
+                wait([created])
 
-        phase = together(attempt)
-        # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
-        found = "cache_hits" in seen and "cache_misses" not in seen
-        phase.note("from cache" if found else "cached next time" if run.config.compilation_cache is not None else "")
+    jax.monitoring.register_event_listener(listen)
+    try:
+        together(attempt)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)

@@ -61,16 +61,13 @@ def supervise(
     """Start a run, and again after each failure that another start may get over, after 1, 2, 4 ... 60 s.
 
     Args:
-        start: runs the processes until they have ended; receives the number of restarts before, and whether one of
-            these starts left a trace, so that what the directory held before is not gone on with; gives the exit code.
+        start: runs the processes to their end, and gives the exit code; receives the number of restarts before, and
+            whether one of these starts left a trace, so that what the directory held before is not gone on with.
         run_dir: directory of the run; None: not known, since the processes are of a program.
         restarts: the largest number of restarts.
-        asked: set once the end was asked for by a signal.
+        asked: set once the end was asked for by a signal; where nothing runs then, the result is 75.
         how_ended: exit code -> words.
         with_less: tries to go on with fewer processes; gives the words for it, or None where it may not.
-
-    Returns:
-        The exit code of the last end; 75 where a signal came while nothing ran.
     """
     number, in_a_row, last_failure = 0, 0, None
     first = reached = read_position(run_dir)
