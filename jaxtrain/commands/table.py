@@ -226,12 +226,6 @@ def _many() -> None:
     add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
     add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
     _restarts(parser, "R")
-    add(
-        "--min-processes",
-        type=process_count,
-        metavar="K",
-        help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
-    )
 
     parser = _verb(
         "submit slurm",

@@ -54,7 +54,7 @@ class Moment:
     def log(self, values: Mapping[str, Any]) -> None:
         """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
 
-        Every process calls it.
+        Every process calls it, with names that the metrics of the run do not have.
 
         Args:
             values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
@@ -62,12 +62,8 @@ class Moment:
                 pixels high and wide; or a nested dict of arrays, such as parameters, with a histogram for each.
 
         Raises:
-            ConfigError: a value is none of these, or has the name of a metric of the run.
+            ConfigError: a value is none of these.
         """
-        known = {"step", *self.metrics}
-        taken = next((name for name in values if name in known or name.startswith("eval_")), None)
-        if taken is not None:
-            raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
         self._log(self.step, values)
 
 
@@ -266,10 +262,7 @@ class Watch:
     ) -> None:
         moment = Moment(number, metrics, state, self._run_dir, self._log)
         for function in functions:
-            answer = None if function is None else function(moment)
-            if answer not in (None, "stop"):
-                raise ConfigError(f'a callback returned {answer!r}; return "stop", or nothing')
-            if function is not None and _by_process_0(answer is not None) and self.status is None:
+            if function is not None and _by_process_0(function(moment) == "stop") and self.status is None:
                 self.status, self.reason = STOPPED_BY_CALLBACK, "a callback returned 'stop'"
 
     def _decide(self, rule: EarlyStoppingConfig) -> None:

@@ -60,8 +60,6 @@ def export_run(
     tokenizer = None if file is None else file.read_text(encoding="utf-8")
     texts = exported_texts(info, run.tokenizer, origin, model)
     if has_adapters and not merge:
-        if base is not None or dtype not in (None, "float32"):
-            raise ConfigError("adapters are written in float32; leave --base and --dtype out, or add --merge")
         return write_adapter(
             folder,
             settings,
@@ -120,8 +118,6 @@ def _settings(run: OpenedRun) -> dict[str, Any]:
 
 def _merged(run: OpenedRun, settings: Mapping[str, Any]) -> Params:
     """Base and adapters added up in float32, if that gives their logits; else a CheckpointError."""
-    if jax.process_count() > 1:
-        raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
     model, rows, params = run.sharded_model.model, _random_rows(settings), _as_float32(_with_stored_base(run))
     assert model.adapted is not None
     merged = merge_adapters(params, model)

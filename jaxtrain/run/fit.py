@@ -144,8 +144,6 @@ def fit(
     distributed.start(compilation_cache=config.compilation_cache)
     named, task = task, named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
-    if mesh is not None and getattr(mesh, "axis_names", None) != AXES:
-        raise ConfigError(f"mesh is {mesh!r}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
     if columns is not None:
         data, validation = renamed(data, columns, "data"), renamed(validation, columns, "validation")
     counts_tokens = task.name in ("language_modeling", *PREFERENCES)

@@ -1,7 +1,6 @@
 """The training loop: dispatch step k + 1, then read what step k gave, so that the device never waits for the host."""
 
 import time
-from collections.abc import Callable
 
 import jax
 
@@ -9,7 +8,6 @@ from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
-from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.saving import is_due
@@ -26,7 +24,6 @@ from jaxtrain.run.session import (
     stop_run,
 )
 from jaxtrain.runtime import host
-from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
@@ -106,7 +103,8 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
     run, config, interrupt = session.run, session.run.config.train, session.interrupt
     start, state = session.start, session.state
-    step = _checked(run, start)
+    every = None if run.config.checks is None else run.config.checks.replicas_every
+    step = run.step if every is None else CheckedStep(run.step, every, start=start)
     depth = queue_depth(run.batches.spec()) if config.prefetch == "auto" else config.prefetch
     loaded = prefetch(run.step.loader(run.batches), start, config.steps, depth=depth)
     bad_steps = BadSteps(run.config.spikes, session.progress)
@@ -171,12 +169,6 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
     finally:
         loaded.close()
         profile.stop()
-
-
-def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step itself where nothing is compared, else one that also compares."""
-    every = None if run.config.checks is None else run.config.checks.replicas_every
-    return run.step if every is None else CheckedStep(run.step, every, start=start)
 
 
 def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:

@@ -142,9 +142,7 @@ class OpenedModel:
         names = _class_names(self, outputs.shape[-1]) if kind == "class" else []
         found = [_answer(names, values, kind, probabilities=probabilities) for values in outputs]
         named = [{}] * len(found) if files is None else [{"file": str(file)} for file in files]
-        return [
-            {"row": i, **file, **answer} for i, (file, answer) in enumerate(zip(named, found, strict=True), start=1)
-        ]
+        return [{"row": i + 1, **named[i], **answer} for i, answer in enumerate(found)]
 
     def sample(
         self, prompts: str | Sequence[str], *, new_tokens: int | None = None, seed: int = 0, **sampling: Any
@@ -190,17 +188,12 @@ class Predictor:
         size = min(size, -(-batch_size // shards) * shards)
         batches = Batches(rows, size, seed=0, shuffle=False)
         spec = batches.spec()
-        if "inputs" not in spec:
-            raise DataError(f"the rows hold {', '.join(spec)}; predict reads their entry 'inputs'")
         limits = {} if vocab_size is None else {"inputs": vocab_size}
         check = functools.partial(check_ids, limits=limits, where="predict")
         shardings, found = batch_shardings(spec, layout, self._batch_axes, {}), []
         for k in range(len(batches)):
             batch, left = batches.load(k, shardings, check=check), min(size, len(rows) - k * size)
-            try:
-                outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
-            except ConfigError as error:  # of the sharded model, which names the inputs
-                raise DataError(str(error)) from error
+            outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
             found.append(_per_row(outputs, size, left))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 

@@ -41,7 +41,6 @@ from jaxtrain.train.state import (
 )
 from jaxtrain.train.step import TrainStep
 
-RESUME_MODES = ("auto", "must", "never")
 _GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
 _SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
@@ -64,8 +63,6 @@ def is_within(key: str, names: Sequence[str]) -> bool:
 
 def choose_start(checkpointer: Checkpointer, resume: str | None) -> int | None:
     """The step to resume, or None for a fresh start."""
-    if resume is not None and resume not in RESUME_MODES:
-        raise ConfigError(f"resume={resume!r}: use one of {', '.join(RESUME_MODES)}")
     # Process 0 decides for all: another may see an older listing of a network file system.
     found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
     if resume == "must" and found < 0:

@@ -18,7 +18,7 @@ from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.schema import EarlyStoppingConfig, limits
+from jaxtrain.config.schema import EvaluationConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
@@ -206,14 +206,8 @@ def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Load
     """The config with early stopping from Python in its group `evaluation`."""
     if stopping is None:
         return loaded
-    evaluation = loaded.config.evaluation
-    if evaluation.every is None:
-        raise ConfigError(
-            "EarlyStopping compares evaluations during training, and evaluation.every is null; set it, such as "
-            'evaluation={"every": 100}'
-        )
-    changed = evaluation.model_copy(update={"early_stopping": EarlyStoppingConfig(**vars(stopping))})
-    return replace(loaded, config=loaded.config.model_copy(update={"evaluation": changed}))
+    evaluation = EvaluationConfig(**{**vars(loaded.config.evaluation), "early_stopping": vars(stopping)})
+    return replace(loaded, config=loaded.config.model_copy(update={"evaluation": evaluation}))
 
 
 def _facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
