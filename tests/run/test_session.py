@@ -2,14 +2,11 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from training_runs import TINY, rows, write_config
 
@@ -138,34 +135,3 @@ def write_shards(folder: Path) -> None:
     ids = np.fromfile(shard, np.uint16)
     ids[1234] = 300
     ids.tofile(shard)
-
-
-INPUTS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-DATA = (INPUTS, INPUTS[:, :4].argmax(1))
-
-
-def train_linear(folder, steps, seed):
-    model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 4))}, lambda params, inputs: inputs @ params["w"])
-    result = jt.fit(
-        model,
-        jt.classification(),
-        optax.adam(0.1),
-        data=DATA,
-        validation=0.25,
-        steps=steps,
-        batch_size=16,
-        seed=seed,
-        run_dir=folder,
-        checkpoint={"every": 2},
-        evaluation={"every": 3},
-        logging={"report": False, "tensorboard": False},
-    )
-    return result.step, result.metrics["loss"], result.metrics["eval_loss"]
-
-
-@pytest.mark.long
-def test_two_runs_in_two_threads(tmp_path):
-    alone = [train_linear(tmp_path / f"alone{seed}", 8, seed) for seed in (1, 2)]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda seed: train_linear(tmp_path / str(seed), 8, seed), (1, 2)))
-    assert found == alone
