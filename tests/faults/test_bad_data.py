@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.config.data import ImageFolderData, JsonlData, TableData, TextData, TokenizerConfig
+from jaxtrain.config.data import ImageFolderData, JsonlData, TextData, TokenizerConfig
 from jaxtrain.data import open_data
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.sources.prepare import prepare_tokens
@@ -93,16 +93,6 @@ def test_bad_lines_of_json_are_left_out_and_counted(tmp_path, capsys):
     ]
     with pytest.raises(DataError, match="at least 4 bad records of 17, more than"):
         list(documents_of(JsonlData(path=str(path), on_bad_record="skip")).read())
-
-
-@pytest.mark.long
-def test_bad_lines_of_a_table_are_left_out_and_keep_the_names_of_the_others(tmp_path):
-    path = tmp_path / "a.csv"
-    good = [f"{i},{i * i},{'ab'[i % 2]}" for i in range(10)]
-    path.write_bytes("\n".join(["x,y,kind", *good[:3], "1,2", "x,3,a", *good[3:]]).encode() + b"\n1,2,\xff\n")
-    data = open_data(TableData(path=str(path), validation_fraction=0.0, standardize=False, **SKIP))
-    assert data.skipped[0].count == 3
-    assert len(data.train) == 10
 
 
 def test_a_run_records_what_it_skipped(tmp_path, capsys):

@@ -17,8 +17,6 @@ from jaxtrain.commands.launch import how_ended
 from jaxtrain.run.supervise import is_restarted, supervise
 
 KILLED = 128 + signal.SIGKILL
-# All at which a run saves.
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Catches a hang only.
 LONG_SECONDS = 200
 
@@ -93,29 +91,6 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(waits) + ("allows" in line or "twice" in line)
     assert line in (said or [""])[-1]
-
-
-def test_a_run_with_restarts_passes_on_every_signal_at_which_a_run_saves(monkeypatch, tmp_path):
-    class Child:
-        pid = 0
-
-        def __init__(self, *command: object, **options: object) -> None:
-            self.heard: list[int] = []
-
-        def send_signal(self, number: int) -> None:
-            self.heard.append(number)
-
-        def wait(self) -> int:
-            os.kill(os.getpid(), number)
-            time.sleep(0)
-            return 75 if self.heard else 128 + number
-
-        def poll(self) -> int:
-            return 0
-
-    monkeypatch.setattr("jaxtrain.commands.train.start_child", Child)
-    for number in HEARD:
-        assert main(["train", "quickstart", "--restarts", "2", "--run-dir", str(tmp_path)]) == 75, number.name
 
 
 # A program in place of python: it notes its start, then does what the word of this start says. The note is one write:

@@ -73,9 +73,3 @@ def test_parts_from_python_are_not_replaced_by_the_config(cli, run_dir, tmp_path
         assert answer.code == code
         said = "came from Python (Mine)" if code == 0 else "was trained with a model from Python (Mine)"
         assert said in answer.err.splitlines()[-1]
-
-
-def test_a_damaged_record_is_one_line(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"run.json holds no config; it was not written by jaxtrain, or is damaged"):
-        load_config(tmp_path)
