@@ -142,7 +142,7 @@ def fit(
     keywords, origin = _plain(overrides), "jaxtrain.fit"
     config = load_config(_plain(settings), keywords=keywords, origin=origin).config
     distributed.start(compilation_cache=config.compilation_cache)
-    named, task = task, named_task(task)
+    is_of_config, task = isinstance(task, str) and task in TASKS, named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
     if columns is not None:
         data, validation = renamed(data, columns, "data"), renamed(validation, columns, "validation")
@@ -171,7 +171,7 @@ def fit(
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
     # A task that the config names is the config's: whoever opens the run need not give it again.
-    own_task = None if named in TASKS else task
+    own_task = None if is_of_config else task
     return train_loaded(loaded, folder, Given(own_step, resume, model, own_task, opened, callbacks, progress))
 
 

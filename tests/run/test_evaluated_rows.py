@@ -13,7 +13,7 @@ import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.permutation import evaluated_numbers
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.evaluation import Evaluator, held_out_rows
+from jaxtrain.run.evaluation import Evaluator, dividing_batch, held_out_batches
 
 HELD_OUT, BATCH, MOST = 96, 8, 3
 PICKED = evaluated_numbers(HELD_OUT, BATCH * MOST)
@@ -65,25 +65,25 @@ def test_a_limit_on_rows_is_that_of_the_run_on_any_mesh(case, read):
     model = jt.from_functions(lambda key: {"w": np.ones((1, 3), np.float32)}, lambda params, x: x @ params["w"])
     sharded = jt.shard_model(model, mesh=jt.make_mesh(data=8))
     given = rows if read == "at once" else rows.map(dict)
-    held_out = held_out_rows(config, given, sharded, task=jt.classification(), max_batches=most)
-    assert (held_out.num_rows, held_out.num_batches) == (num_rows, num_batches)
-    loader = Evaluator(sharded, jt.classification()).feed.loader(held_out.batches)
-    batches = [loader(number) for number in range(held_out.num_batches)]
+    size = dividing_batch(config, sharded, jt.classification())
+    held_out = held_out_batches(config, given, size=size, max_batches=most)
+    assert (held_out.num_rows, len(held_out)) == (num_rows, num_batches)
+    loader = Evaluator(sharded, jt.classification()).feed.loader(held_out)
+    batches = [loader(number) for number in range(num_batches)]
     found = np.concatenate([np.asarray(batch["inputs"])[np.asarray(batch["weights"]) > 0, 0] for batch in batches])
     np.testing.assert_array_equal(found, evaluated_numbers(70, num_rows))
 
 
 def test_a_loss_over_the_batch_is_evaluated_in_batches_of_the_run_alone():
     config = load_config({**CONFIG, "train": {"steps": 4, "global_batch_size": 6}}).config
-    given = jt.ArrayRows({"inputs": np.ones((12, 1), np.float32), "targets": np.zeros(12, np.int32)})
     model = jt.from_functions(lambda key: {"w": np.ones((1, 3), np.float32)}, lambda params, x: x @ params["w"])
     task = jt.Task("contrastive", jt.classification().loss, rows="global")
 
     def found(shards):
         sharded = jt.shard_model(model, mesh=jt.make_mesh(data=shards, devices=jax.devices()[:shards]))
-        return held_out_rows(config, given, sharded, task=task, max_batches=None)
+        return dividing_batch(config, sharded, task)
 
-    assert found(3).num_batches == 2
+    assert found(3) == 6
     with pytest.raises(ConfigError, match=r"the 4 shards .*use 3 devices, .*global_batch_size=8") as error:
         found(4)
     assert "\n" not in str(error.value)
