@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.config.data import CalledData
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError
@@ -29,6 +28,7 @@ from jaxtrain.train.pipelined import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep, check_not_donated
 
+TO_HOLD_OUT = "set data.validation_fraction, or give fit validation=0.1"
 # A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
 Means = dict[str, Any]
 
@@ -208,13 +208,6 @@ def held_out_batches(config: Config, rows: grain.MapDataset, *, size: int, max_b
     most = None if max_batches is None else max_batches * config.train.global_batch_size
     rows = evaluated_rows(rows, most)
     return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
-
-
-def to_hold_out(config: Config) -> str:
-    """What gives a run rows for evaluation."""
-    if isinstance(config.data, CalledData):
-        return f"let the function of data.call={config.data.call} return {{'train': {{...}}, 'validation': {{...}}}}"
-    return "set data.validation_fraction (of other data that is evaluated: 1), or give fit validation=0.1"
 
 
 def evaluate_batches(evaluator: Evaluator, state: EvaluationState, batches: Batches) -> Means:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -139,15 +138,15 @@ def fit(
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    keywords, origin = _plain(overrides), "jaxtrain.fit"
-    config = load_config(_plain(settings), keywords=keywords, origin=origin).config
+    origin = "jaxtrain.fit"
+    config = load_config(settings, keywords=overrides, origin=origin).config
     distributed.start(compilation_cache=config.compilation_cache)
     is_of_config, task = isinstance(task, str) and task in TASKS, named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
     if columns is not None:
         data, validation = renamed(data, columns, "data"), renamed(validation, columns, "validation")
     counts_tokens = task.name in ("language_modeling", *PREFERENCES)
-    opened = data_of(data, validation=_plain(validation), seed=config.seed, counts_tokens=counts_tokens)
+    opened = data_of(data, validation=validation, seed=config.seed, counts_tokens=counts_tokens)
     has_batch_size = batch_size is not None or "train.global_batch_size" in (overrides or {})
     settings["train"] |= _sizes(opened, config.train.global_batch_size, epochs=epochs, has_batch_size=has_batch_size)
     settings["task"] = task.name if task.name in TASKS else Config().task
@@ -166,22 +165,13 @@ def fit(
         skip=skip,
     )
     folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
-    loaded = load_config({**_plain(settings), "name": folder.name or "run"}, keywords=keywords, origin=origin)
+    loaded = load_config({**settings, "name": folder.name or "run"}, keywords=overrides, origin=origin)
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
     # A task that the config names is the config's: whoever opens the run need not give it again.
     own_task = None if is_of_config else task
     return train_loaded(loaded, folder, Given(own_step, resume, model, own_task, opened, callbacks, progress))
-
-
-def _plain(value: Any) -> Any:
-    """The value with Python's numbers in place of NumPy's, which settings and digests of settings do not know."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, np.floating):
-        return float(str(value))  # 0.2 of float32 is meant as 0.2, not as 0.200000003
-    return value.item() if isinstance(value, (np.integer, np.bool_)) else value
 
 
 def _sizes(data: Data, batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:

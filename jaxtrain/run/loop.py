@@ -50,9 +50,9 @@ def train(session: Session) -> tuple[TrainState, int]:
     last, sample = config.train.steps, None
     if not session.is_over:
         session.record.begin()
-        is_due_here = session.has_ended or is_due(done, config.evaluation.every)
-        if done and is_due_here and _lacks_evaluation(session):
-            # It was due, and a signal left no time for it.
+        was_due = done and (session.has_ended or is_due(done, config.evaluation.every))
+        if was_due and from_process_0(lambda: int(session.checkpointer.info(done).eval_loss is None)):
+            # A signal left no time for it.
             evaluate_state(session, done, state)
             add_evaluation(session, done)
         if not session.has_ended and watch.status is None:
@@ -77,11 +77,6 @@ def train(session: Session) -> tuple[TrainState, int]:
         summary.append(f"report: {session.run_dir / 'report.html'}")
     session.progress.finish(summary)
     return state, done
-
-
-def _lacks_evaluation(session: Session) -> bool:
-    """Whether the checkpoint that the run goes on from was saved without the result of an evaluation."""
-    return bool(from_process_0(lambda: session.checkpointer.info(session.start).eval_loss is None))
 
 
 def _sampled(session: Session, done: int, state: TrainState) -> str | None:
@@ -151,7 +146,6 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
             pending = number, metrics, waited
             if interrupt.requested() or number == config.steps:
                 break
-            session.saves.check()
             wants_save = session.saves.is_due(number)
             if wants_save or is_due(number, run.config.evaluation.every) or session.watch.sees(number):
                 settle()

@@ -46,7 +46,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.run.directory import tokenizer_file
-from jaxtrain.run.evaluation import Evaluator, dividing_batch, evaluate_batches, held_out_batches, to_hold_out
+from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator, dividing_batch, evaluate_batches, held_out_batches
 from jaxtrain.run.predict import OpenedModel, check_read_alike, embeds, tokenizer_of
 from jaxtrain.run.published import published_classes, read_texts, read_tokenizer, texts_beside
 from jaxtrain.run.reference import FILE, own_rows_with_reference
@@ -307,7 +307,7 @@ class OpenedRun(OpenedModel):
         check_read_alike(given, self._trained_on)
         if isinstance(given, Data):
             if given.validation is None:
-                raise DataError(f"the data of the run has no held-out rows; {to_hold_out(self.config)}")
+                raise DataError(f"the data of the run has no held-out rows; {TO_HOLD_OUT}")
             rows = given.validation
         elif isinstance(given, grain.MapDataset):
             rows = given

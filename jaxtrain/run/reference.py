@@ -18,6 +18,7 @@ from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.data.rows import with_entry
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.train.assemble import Run, reading_threads, training_batches
 from jaxtrain.train.reference import ENTRY, compute_reference, with_reference
@@ -26,7 +27,7 @@ from jaxtrain.train.state import TrainState
 FILE = "reference.npz"
 
 
-def first_reference(run: Run, state: TrainState, run_dir: Path, progress: Progress, *, main: bool) -> tuple[Run, str]:
+def first_reference(run: Run, state: TrainState, run_dir: Path, progress: Progress) -> tuple[Run, str]:
     """The run with the numbers in its rows, computed by the state that it starts from, and the digest of their file."""
     config, shards = run.config, run.step.mesh.size
     # As large as what a step computes at once.
@@ -42,7 +43,7 @@ def first_reference(run: Run, state: TrainState, run_dir: Path, progress: Progre
         phase.note(f"{sum(map(len, arrays.values())):,} rows, kept in {FILE}")
     content = io.BytesIO()
     np.savez(content, **arrays)
-    if main:
+    if is_main_process():
         write_bytes_atomic(run_dir / FILE, content.getvalue())
     return _with(run, arrays), hashlib.sha256(content.getvalue()).hexdigest()
 

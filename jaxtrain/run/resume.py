@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps, read_info
+from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps
 from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS, read_kept_weights
 from jaxtrain.checkpoint.run_folder import checkpoint_folder, find_checkpoint
 from jaxtrain.checkpoint.storage import from_process_0
@@ -188,18 +188,7 @@ def describe_start(run: Run, state: TrainState, given: Mapping[str, Any]) -> Bas
     if path is None:
         return describe(format="drawn", path=None, seed=run.config.seed)
     how = {"path": str(path) if is_store_address(str(path)) else str(Path(path).absolute()), "seed": run.config.seed}
-    if is_published(path):
-        return describe(format="published", skip=tuple(given["skip"]), **how)
-    found = find_checkpoint(path)
-    assert found.step is not None
-    below = base_of(read_info(found.directory, found.step).metadata)
-    if below is None:
-        return describe(format="run", skip=tuple(given["skip"]), **how)
-    # Adapters of another adapter run are over the same base.
-    own = describe(format=below.format, path=below.path, seed=below.seed, skip=below.skip)
-    if own.digests.items() <= below.digests.items():
-        return own
-    raise ConfigError(f"{path} holds adapters that are frozen here; train them on, or export it with --merge first")
+    return describe(format="published" if is_published(path) else "run", skip=tuple(given["skip"]), **how)
 
 
 def resumed_state(

@@ -35,7 +35,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
 from jaxtrain.run.callbacks import EARLY_STOPPED, Callback, EarlyStopping, Given, Watch, sorted_callbacks
 from jaxtrain.run.directory import RunLock, folder_of, set_aside
-from jaxtrain.run.evaluation import Evaluator, to_hold_out
+from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import train
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
@@ -297,8 +297,7 @@ def prepare_session(
             _begin_directory(run, run_dir, checkpointer, progress)
             if run.awaits_reference:
                 with spent.measure("evaluation"):
-                    main = is_main_process()
-                    run, metadata["reference"] = first_reference(run, state, run_dir, progress, main=main)
+                    run, metadata["reference"] = first_reference(run, state, run_dir, progress)
         is_over = has_ended and _has_closed(run_dir)
         if not is_over:
             record.open(loaded, run, metadata, start=start)
@@ -334,9 +333,7 @@ def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
         opened = data if data is not None else open_run_data(config)
         phase.note(opened.description[0] if opened.description else "")
     if config.evaluation.early_stopping is not None and opened.validation is None:
-        raise ConfigError(
-            f"evaluation.early_stopping needs held-out rows, and the data has none; {to_hold_out(config)}"
-        )
+        raise ConfigError(f"evaluation.early_stopping needs held-out rows, and the data has none; {TO_HOLD_OUT}")
     return assemble(config, opened, name=loaded.name, model=given.model, task=given.task, own=given.own_step)
 
 
@@ -353,7 +350,7 @@ def _open_checkpoints(
 ) -> tuple[Checkpointer, Owner | None]:
     """The checkpoints of the run, and this start's hold on their folder."""
     keep, report = run.config.checkpoint, progress.message
-    folder, owner = take_folder(keep, run_dir, name=run.name, resume=resume, main=is_main_process(), report=report)
+    folder, owner = take_folder(keep, run_dir, name=run.name, resume=resume, report=report)
     checkpointer = Checkpointer(
         folder,
         keep_last=keep.keep_last,

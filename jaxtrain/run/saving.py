@@ -16,6 +16,7 @@ from jaxtrain.checkpoint.storage import everyone, from_process_0
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import CheckpointError, ConfigError, StorageError
 from jaxtrain.runtime.agreement import together
+from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.train.state import TrainState
 
 
@@ -30,10 +31,10 @@ def take_folder(
     *,
     name: str,
     resume: str | None,
-    main: bool,
     report: Callable[[str], None],
 ) -> tuple[Place, Owner | None]:
     """The folder of a run's checkpoints, for this start alone; every process calls this."""
+    main = is_main_process()
 
     def work() -> tuple[Place, Owner | None]:
         folder, former = configured_folder(keep.directory, run_dir), checkpoint_folder(run_dir)
@@ -67,8 +68,7 @@ def begin_folder(folder: Place, keep: CheckpointConfig, run_dir: Path, report: C
 class RunSaves:
     """Saves the states of a run; a save that fails stops the training only after several in a row.
 
-    The checkpoints that are complete stay whatever happens. Every process calls every method, after the same steps;
-    with several processes a failure counts at the next save, where all of them hear of it.
+    Every process calls every method, after the same steps. A failure counts at the next save, where all hear of it.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class RunSaves:
         self._saved_at = time.monotonic()
         self._failed_in_a_row = 0
         self._failure: SaveError | None = None  # of the last save that was tried
-        self._unheard: SaveError | None = None  # by the other processes
         self._pending: int | None = None
         self._complete = checkpointer.latest_step()
 
@@ -95,16 +94,6 @@ class RunSaves:
         if minutes is not None and is_due(number, 10 if self._several else 1):
             by_clock = bool(from_process_0(lambda: int(time.monotonic() - self._saved_at >= 60.0 * minutes)))
         return by_clock or is_due(number, self._config.every)
-
-    def check(self) -> None:
-        """Look whether the save that is under way has failed; called after every step."""
-        try:
-            self._checkpointer.check()
-        except SaveError as error:
-            if self._several:
-                self._unheard = error
-            else:
-                self._note_failure(error)
 
     def save(
         self, number: int, state: TrainState, *, metadata: Mapping[str, Any], loss: float | None, score: float | None
@@ -130,7 +119,7 @@ class RunSaves:
 
     def settle(self, *, hurry: bool = False) -> bool:
         """Wait until the last save is complete; unless in a hurry also verified and copied. False where it failed."""
-        failure, self._unheard = self._unheard, None
+        failure = None
         try:
             self._checkpointer.settle() if hurry else self._checkpointer.wait()
         except SaveError as error:
