@@ -83,10 +83,9 @@ class CheckedStep:
                 # Without a majority (two replicas) all are named.
                 is_known = 2 * count > len(group)
                 devices = [self._devices[place] for place in group if values[place] != usual or not is_known]
-                shown = [f"{device.id} (process {device.process_index})" for device in devices]
-                more = f" and {len(shown) - _MOST_DEVICES} more" if len(shown) > _MOST_DEVICES else ""
-                named = ", ".join(shown[:_MOST_DEVICES]) + more
-                named = f"device {named} holds" if len(devices) == 1 else f"devices {named} hold"
+                shown = [f"{device.id} (process {device.process_index})" for device in devices[:_MOST_DEVICES]]
+                shown += [f"{len(devices) - _MOST_DEVICES} more"] if len(devices) > _MOST_DEVICES else []
+                named = f"device {shown[0]} holds" if len(devices) == 1 else f"devices {', '.join(shown)} hold"
                 since = f"they were equal after step {self._checked}" if self._checked else "since when is not known"
                 raise CorruptionError(
                     f"after step {self._number} the copies of {path} differ: {named} "

@@ -5,14 +5,13 @@ Early stopping is a function of the evaluations so far, which metrics.jsonl hold
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, EarlyStoppingConfig, is_higher_better
 from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError
@@ -109,9 +108,6 @@ class EarlyStopping:
         mode: whether lower (min) or higher (max) values are better. auto: higher ones of an accuracy and of the margin
             and the chosen answers of preferences, lower ones of all others.
 
-    Raises:
-        ConfigError: a value that the config group `evaluation.early_stopping` does not take.
-
     Example:
         >>> jt.EarlyStopping("eval_f1", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
         EarlyStopping(metric='eval_f1', patience=5, min_delta=0.0, mode='max')
@@ -121,9 +117,6 @@ class EarlyStopping:
     patience: int = 3
     min_delta: float = 0.0
     mode: Literal["auto", "min", "max"] = "auto"
-
-    def __post_init__(self) -> None:
-        load_config({"evaluation": {"every": 1, "early_stopping": asdict(self)}}, origin="jaxtrain.EarlyStopping")
 
 
 @dataclass(frozen=True)

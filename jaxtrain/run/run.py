@@ -260,7 +260,10 @@ def prepare_session(
         resumed = choose_start(checkpointer, given.resume)
         metadata, meter = run_metadata(run, given), run_meter(run, own_model=given.model is not None)
         if resumed is None:
-            notes = _beginning(run, given)
+            notes = []
+            if given.model is None:
+                check_fits(run.config.model)
+                notes = fresh_notes(run.config.model)
         else:
             may_change = given.resume is not None
             changes = check_resumed(checkpointer, run.step, metadata, run_dir=run_dir, may_change=may_change)
@@ -360,14 +363,6 @@ def _open_checkpoints(
         report=report,
     )
     return checkpointer, owner
-
-
-def _beginning(run: Run, given: Given) -> list[str]:
-    """Check the config's model of a run that begins; what people are told of it."""
-    if given.model is not None:
-        return []
-    check_fits(run.config.model)
-    return fresh_notes(run.config.model)
 
 
 def _begin_directory(run: Run, run_dir: Path, checkpointer: Checkpointer, progress: Progress) -> None:

@@ -118,7 +118,7 @@ WRONG_SETTINGS = {
 
 
 WRONG = {
-    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "evaluation.every is null"),
+    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "every is null; set every"),
     "a rate alone": (lambda: jt.run_config(DIGITS, learning_rate=0.1), "optimizer=, which is not given"),
     "an optimizer": (lambda: jt.run_config(DIGITS, optimizer=0.1), "write optax.adamw"),  # pyright: ignore
 }
