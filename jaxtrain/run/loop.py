@@ -11,18 +11,7 @@ from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.saving import is_due
-from jaxtrain.run.session import (
-    Session,
-    add_evaluation,
-    close_session,
-    evaluate_state,
-    final_metrics,
-    save_on_failure,
-    save_state,
-    saving_on_failure,
-    shown_metrics,
-    stop_run,
-)
+from jaxtrain.run.session import Session, shown_metrics
 from jaxtrain.runtime import host
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
@@ -53,22 +42,22 @@ def train(session: Session) -> tuple[TrainState, int]:
         was_due = done and (session.has_ended or is_due(done, config.evaluation.every))
         if was_due and from_process_0(lambda: int(session.checkpointer.info(done).eval_loss is None)):
             # A signal left no time for it.
-            evaluate_state(session, done, state)
-            add_evaluation(session, done)
+            session.evaluate(done, state)
+            session.add_evaluation(done)
         if not session.has_ended and watch.status is None:
             state, done = _run_steps(session)
             # The loop pauses after a step only if another one follows.
             if done > session.start and watch.status is None:
-                with saving_on_failure(session, done, state):
+                with session.saving_on_failure(done, state):
                     watch.stepped(done, state)
             session.steps.end()  # before the evaluation of that step
         if done < last and watch.status is None:
-            stop_run(session, done, state)
-        evaluate_state(session, done, state)
-        save_state(session, done, state)
+            session.stop(done, state)
+        session.evaluate(done, state)
+        session.save(done, state)
         sample = _sampled(session, done, state)
-    close_session(session, "done" if done >= last else watch.status or "done")
-    evaluated = {name: value for name, value in final_metrics(session).items() if name.startswith("eval_")}
+    session.close("done" if done >= last else watch.status or "done")
+    evaluated = {name: value for name, value in session.final_metrics().items() if name.startswith("eval_")}
     summary = [f"sample: {sample}"] if sample else []
     summary.append(", ".join([f"done: step {done}", *shown_metrics(evaluated)]))
     if watch.status is not None and done < last:
@@ -82,7 +71,7 @@ def train(session: Session) -> tuple[TrainState, int]:
 def _sampled(session: Session, done: int, state: TrainState) -> str | None:
     """A sample of the state, which is saved: a signal leaves it for the next start."""
     spent, record = session.record.spent, session.record
-    with session.interrupt.free_to_leave(lambda: close_session(session, "preempted")):
+    with session.interrupt.free_to_leave(lambda: session.close("preempted")):
         with spent.measure("saving"):
             session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
         with spent.measure("sampling"):
@@ -177,22 +166,22 @@ def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
 
 def _pause(session: Session, number: int, state: TrainState, wants_save: bool) -> bool:
     """Callbacks, evaluation and save between two steps, with nothing in flight; whether the run stops here."""
-    with saving_on_failure(session, number, state):
+    with session.saving_on_failure(number, state):
         session.watch.stepped(number, state)
     if is_due(number, session.run.config.evaluation.every):
-        evaluate_state(session, number, state)
+        session.evaluate(number, state)
     # A run that stops is saved at its end.
     if session.watch.status is None and (wants_save or session.watch.wants_save(number)):
-        save_state(session, number, state)
+        session.save(number, state)
     return session.watch.status is not None
 
 
 def _data_failed(session: Session, number: int, state: TrainState, error: Exception) -> None:
     """Save the state after the last step that had a batch."""
     if isinstance(error, StoppedWaiting):
-        stop_run(session, number, state)
+        session.stop(number, state)
     is_line = isinstance(error, DataError)
-    if save_on_failure(session, number, state, says=not is_line) and is_line:
+    if session.save_on_failure(number, state, says=not is_line) and is_line:
         where = f"step {number} is saved in {session.checkpointer.directory}"
         raise DataError(f"{error}; {where}: run again with such data to go on") from error
 

@@ -51,7 +51,7 @@ from jaxtrain.run.resume import (
     trained_leaves,
 )
 from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
-from jaxtrain.run.session import Session, close_session, final_metrics
+from jaxtrain.run.session import Session
 from jaxtrain.run.watchdog import Activity, watched
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.agreement import Facts, check_devices, together
@@ -197,9 +197,9 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
     ):
         with interrupt.free_to_leave():
             session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
-        with closing_on_failure(lambda status: close_session(session, status)):
+        with closing_on_failure(session.close):
             state, done = train(session)
-            return Result(folder, state, final_metrics(session), done)
+            return Result(folder, state, session.final_metrics(), done)
 
 
 def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Loaded:

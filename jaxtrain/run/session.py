@@ -27,9 +27,14 @@ from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
 
 
+def shown_metrics(metrics: Scalars) -> list[str]:
+    """Metrics as people read them: `eval loss 1.234`."""
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if value is not None]
+
+
 @dataclass
 class Session:
-    """The parts of a run, made by `prepare.prepare_session`."""
+    """The parts of a run, made by `prepare_session` of `run.py`."""
 
     run: Run
     run_dir: Path
@@ -50,121 +55,106 @@ class Session:
     metrics: Scalars = field(default_factory=dict)  # of the last evaluation; of a run that is over, all of them
     evaluated: int | None = None
 
+    def final_metrics(self) -> Scalars:
+        """The last logged row with the last evaluation."""
+        return {**self.steps.row, **self.metrics}
 
-def final_metrics(session: Session) -> Scalars:
-    """The last logged row with the last evaluation."""
-    return {**session.steps.row, **session.metrics}
+    def close(self, status: str) -> None:
+        """Finish the last save, then close the files of the run with its status; a second call does nothing."""
+        self.steps.end()
+        try:
+            with self.record.spent.measure("saving"):
+                # A run that failed in one process agrees on nothing: the others are elsewhere.
+                agrees = status not in ("failed", "stopped")
+                self.saves.close(hurry=status == "preempted", agrees=agrees)
+        except StorageError:
+            self.record.close("failed", self.final_metrics(), self.progress)
+            raise
+        with self.activity.during("report"):
+            asked = self.interrupt.seconds_since
+            self.record.close(status, self.final_metrics(), self.progress, is_asked=lambda: bool(asked()))
 
+    def evaluate(self, number: int, state: TrainState) -> None:
+        """Evaluate the state after a step on the run's held-out rows, unless that was done."""
+        if self.run.data.validation is None or self.evaluated == number:
+            return
+        try:
+            with self.record.spent.measure("evaluation"):
+                self.metrics = self._evaluated(state)
+            self.evaluated = number
+            self.record.scalars(number, self.metrics)
+            self.progress.message(f"step {number}: {'  '.join(shown_metrics(self.metrics))}")
+            with self.activity.during("callback"):
+                self.watch.evaluated(number, self.metrics, state)
+        except StoppedWaiting:
+            self.stop(number, state)
+        except Exception:  # held-out rows that cannot be read, or do not fit; a callback
+            self.save_on_failure(number, state)
+            raise
 
-def shown_metrics(metrics: Scalars) -> list[str]:
-    """Metrics as people read them: `eval loss 1.234`."""
-    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if value is not None]
+    def _evaluated(self, state: TrainState) -> Scalars:
+        config, rows = self.run.config, self.run.data.validation
+        assert rows is not None
+        size, most = config.train.global_batch_size, config.evaluation.max_batches
+        batches = held_out_batches(config, rows, size=size, max_batches=most)
+        loaded = prefetch(self.run.step.loader(batches), 0, len(batches), depth=1)
+        try:
+            ticking = self.activity.ticking(self.interrupt.until_asked(loaded))
+            return flat_scalars(self.evaluator(state, ticking))
+        finally:
+            loaded.close()
 
+    def add_evaluation(self, number: int) -> None:
+        """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
+        loss = self.metrics.get("eval_loss") if self.evaluated == number else None
+        # A save may have failed; the wait for it says so.
+        if loss is not None and from_process_0(lambda: number in self.checkpointer.steps()):
+            self.checkpointer.add_eval_loss(number, loss, score=self.watch.score_after(number))
 
-def close_session(session: Session, status: str) -> None:
-    """Finish the last save, then close the files of the run with its status; a second call does nothing."""
-    session.steps.end()
-    try:
-        with session.record.spent.measure("saving"):
-            # A run that failed in one process agrees on nothing: the others are elsewhere.
-            agrees = status not in ("failed", "stopped")
-            session.saves.close(hurry=status == "preempted", agrees=agrees)
-    except StorageError:
-        session.record.close("failed", final_metrics(session), session.progress)
-        raise
-    with session.activity.during("report"):
-        asked = session.interrupt.seconds_since
-        session.record.close(status, final_metrics(session), session.progress, is_asked=lambda: bool(asked()))
+    def save(self, number: int, state: TrainState) -> None:
+        """Begin to save the state after a step, unless it was saved; callbacks that see saves wait for its end."""
+        if self._write(number, state) and self.watch.sees_saves and self.saves.settle():
+            self.watch.saved(number, state)
 
+    def _write(self, number: int, state: TrainState) -> bool:
+        """Begin a save; False where the step was saved already."""
+        record, score, began_at = self.record, self.watch.score_after(number), time.monotonic()
+        loss = self.metrics.get("eval_loss") if self.evaluated == number else None
+        with record.spent.measure("saving"):
+            saved = without_base(state, trained_leaves(self.run.step))
+            began = self.saves.save(number, saved, metadata=self.metadata, loss=loss, score=score)
+        if began:
+            record.update(save_seconds=round(time.monotonic() - began_at, 3))
+        return began
 
-def evaluate_state(session: Session, number: int, state: TrainState) -> None:
-    """Evaluate the state after a step on the run's held-out rows, unless that was done."""
-    if session.run.data.validation is None or session.evaluated == number:
-        return
-    try:
-        with session.record.spent.measure("evaluation"):
-            session.metrics = _evaluated(session, state)
-        session.evaluated = number
-        session.record.scalars(number, session.metrics)
-        session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
-        with session.activity.during("callback"):
-            session.watch.evaluated(number, session.metrics, state)
-    except StoppedWaiting:
-        stop_run(session, number, state)
-    except Exception:  # held-out rows that cannot be read, or do not fit; a callback
-        save_on_failure(session, number, state)
-        raise
+    def stop(self, number: int, state: TrainState) -> NoReturn:
+        """Save the state after a step and raise the error that ends the run with exit code 75."""
+        began = time.monotonic()
+        self.save(number, state)
+        self.saves.wait(hurry=True)
+        raise PreemptedError(
+            f"stopped after step {number} of {self.run.config.train.steps}; saved in {self.checkpointer.directory} "
+            f"in {time.monotonic() - began:.1f} s{self.interrupt.seconds_since()}: run again to go on"
+        )
 
+    @contextlib.contextmanager
+    def saving_on_failure(self, number: int, state: TrainState) -> Iterator[None]:
+        """Save the state where a callback fails, then raise its error."""
+        try:
+            with self.activity.during("callback"):
+                yield
+        except Exception:
+            self.save_on_failure(number, state)
+            raise
 
-def _evaluated(session: Session, state: TrainState) -> Scalars:
-    config, rows = session.run.config, session.run.data.validation
-    assert rows is not None
-    size, most = config.train.global_batch_size, config.evaluation.max_batches
-    batches = held_out_batches(config, rows, size=size, max_batches=most)
-    loaded = prefetch(session.run.step.loader(batches), 0, len(batches), depth=1)
-    try:
-        ticking = session.activity.ticking(session.interrupt.until_asked(loaded))
-        return flat_scalars(session.evaluator(state, ticking))
-    finally:
-        loaded.close()
-
-
-def add_evaluation(session: Session, number: int) -> None:
-    """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
-    loss = session.metrics.get("eval_loss") if session.evaluated == number else None
-    # A save may have failed; the wait for it says so.
-    if loss is not None and from_process_0(lambda: number in session.checkpointer.steps()):
-        session.checkpointer.add_eval_loss(number, loss, score=session.watch.score_after(number))
-
-
-def save_state(session: Session, number: int, state: TrainState) -> None:
-    """Begin to save the state after a step, unless it was saved; callbacks that see saves wait until it is complete."""
-    if _write(session, number, state) and session.watch.sees_saves and session.saves.settle():
-        session.watch.saved(number, state)
-
-
-def _write(session: Session, number: int, state: TrainState) -> bool:
-    """Begin a save; False where the step was saved already."""
-    record, score, began_at = session.record, session.watch.score_after(number), time.monotonic()
-    loss = session.metrics.get("eval_loss") if session.evaluated == number else None
-    with record.spent.measure("saving"):
-        saved = without_base(state, trained_leaves(session.run.step))
-        began = session.saves.save(number, saved, metadata=session.metadata, loss=loss, score=score)
-    if began:
-        record.update(save_seconds=round(time.monotonic() - began_at, 3))
-    return began
-
-
-def stop_run(session: Session, number: int, state: TrainState) -> NoReturn:
-    """Save the state after a step and raise the error that ends the run with exit code 75."""
-    began = time.monotonic()
-    save_state(session, number, state)
-    session.saves.wait(hurry=True)
-    raise PreemptedError(
-        f"stopped after step {number} of {session.run.config.train.steps}; saved in {session.checkpointer.directory} "
-        f"in {time.monotonic() - began:.1f} s{session.interrupt.seconds_since()}: run again to go on"
-    )
-
-
-@contextlib.contextmanager
-def saving_on_failure(session: Session, number: int, state: TrainState) -> Iterator[None]:
-    """Save the state where a callback fails, then raise its error."""
-    try:
-        with session.activity.during("callback"):
-            yield
-    except Exception:
-        save_on_failure(session, number, state)
-        raise
-
-
-def save_on_failure(session: Session, number: int, state: TrainState, *, says: bool = True) -> bool:
-    """Save the state after a step where something failed, and say so; False where that fails too."""
-    if jax.process_count() > 1:  # the others may be in no save
+    def save_on_failure(self, number: int, state: TrainState, *, says: bool = True) -> bool:
+        """Save the state after a step where something failed, and say so; False where that fails too."""
+        if jax.process_count() > 1:  # the others may be in no save
+            return False
+        with contextlib.suppress(Exception):
+            self._write(number, state)
+            self.saves.wait(hurry=True)
+            if says:
+                self.progress.message(f"step {number} is saved in {self.checkpointer.directory}: run again to go on")
+            return True
         return False
-    with contextlib.suppress(Exception):
-        _write(session, number, state)
-        session.saves.wait(hurry=True)
-        if says:
-            session.progress.message(f"step {number} is saved in {session.checkpointer.directory}: run again to go on")
-        return True
-    return False
