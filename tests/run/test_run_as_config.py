@@ -52,16 +52,6 @@ def test_other_settings_do_not_go_on_in_silence(run_dir):
         jt.run_config(run_dir, overrides={"optimizer.learning_rate": 1.0})
 
 
-def test_commands_take_it(cli, run_dir):
-    for words, said in (
-        (("config", "--only", "optimizer"), "0.05"),
-        (("plan", "--on", "h100x8", "--analytic"), "NVIDIA H100"),
-    ):
-        answer = cli(words[0], str(run_dir), *words[1:])
-        assert answer.code == 0, answer.err
-        assert said in answer.out
-
-
 OWN = {"model": "Mine", "task": None, "data": None}
 
 

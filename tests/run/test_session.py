@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from training_runs import TINY, rows, write_config
 
 import jaxtrain as jt
 from jaxtrain.cli import main
-from jaxtrain.config import load_config
-from jaxtrain.data import prepare_tokens
 from jaxtrain.plan.hardware import measured_cpu
 from jaxtrain.plan.targets import target_of
 from jaxtrain.runtime.compiler import choose_options
@@ -97,12 +94,10 @@ BAD = {
         2,
         "heads .* is 2, which does not divide by tensor=4",
     ),
-    "devices left over": (["parallel.data=2"], 2, "makes 2, which is not the number of devices"),
     "empty file": (["data.path=empty.txt"], 3, "empty.txt"),
     "corrupt line": (["data.kind=jsonl", "data.path=bad.jsonl"], 3, "bad.jsonl:2"),
     "model of other data": (["model.kind=mlp"], 2, "model.kind=mlp does not take the tokens of data.kind=text"),
     "missing file": (["data.path=none.txt"], 3, "none.txt does not exist"),
-    "token out of range": (["data={kind: tokens, path: shards}"], 3, "shards/.* 300"),
     "unknown frozen parameter": (["optimizer.freeze=[nothing]"], 2, "'nothing' matches no parameter"),
     "unknown tensor to keep": (["remat.policy=names", "remat.names=[nothing]"], 2, "remat.names is 'nothing'"),
 }
@@ -114,7 +109,6 @@ def test_bad_input_is_one_line_with_its_exit_code(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
-    write_shards(tmp_path / "shards")
     config = write_config(tmp_path)
     for overrides, code, words in BAD.values():
         assert main(["train", str(config), "--run-dir", "run", *overrides]) == code
@@ -123,15 +117,3 @@ def test_bad_input_is_one_line_with_its_exit_code(
         assert [line for line in lines if line.startswith("jaxtrain: ")] == lines[-1:]
         assert re.search(words, lines[-1]), lines[-1]
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def write_shards(folder: Path) -> None:
-    """Token shards of a vocabulary of 256 with one id of 300 patched into them."""
-    text = folder.parent / "long.txt"
-    text.write_text("some text that is long enough " * 100)
-    prepared = load_config({"data": {"kind": "text", "path": str(text), "tokenizer": {"kind": "byte"}}})
-    prepare_tokens(prepared.config.data, folder, tokens_per_shard=10_000)  # type: ignore[arg-type]
-    shard = next(folder.glob("*.bin"))
-    ids = np.fromfile(shard, np.uint16)
-    ids[1234] = 300
-    ids.tofile(shard)
