@@ -315,7 +315,8 @@ class OpenedRun(OpenedModel):
             raise DataError("a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays")
         else:
             rows = rows_of(given)
-        if lacks_reference(self.task, rows[0]):
+        example: Any = rows[0]
+        if lacks_reference(self.task, example):
             fingerprint = json.loads(json.dumps(self.data.fingerprint)) if data is None else None
             if self._has_other_data or fingerprint is None or fingerprint != self._trained_on.get("fingerprint"):
                 raise DataError(

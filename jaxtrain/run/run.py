@@ -301,7 +301,7 @@ def prepare_session(
             if run.awaits_reference:
                 with spent.measure("evaluation"):
                     run, metadata["reference"] = first_reference(run, state, run_dir, progress)
-        is_over = has_ended and _has_closed(run_dir)
+        is_over, logged = has_ended and _has_closed(run_dir), _logged(run_dir, start) if has_ended else {}
         if not is_over:
             record.open(loaded, run, metadata, start=start)
         return Session(
@@ -321,7 +321,8 @@ def prepare_session(
             activity=activity,
             has_ended=has_ended,
             is_over=is_over,
-            metrics=_logged(run_dir, start) if has_ended else {},
+            metrics=logged,
+            evaluated=start if "eval_loss" in logged else None,
         )
 
 
