@@ -87,10 +87,10 @@ def test_the_first_loss_is_ln_2_and_the_file_is_by_row(whole):
         wanted = np.sum(np.asarray(logs)[data["inputs"], data["targets"]] * data["weights"], axis=-1)
         np.testing.assert_allclose(values, wanted, rtol=1e-5)
     rows = jt.ArrayRows({**HELD_OUT, "reference": validation})
-    found = jt.open_run(folder, model=bigrams()).evaluate(rows)["eval_loss"]
+    found = jt.open_run(folder, model=bigrams(), task=jt.dpo()).evaluate(rows)["eval_loss"]
     assert found == pytest.approx(result.metrics["eval_loss"])
     # A row of the model is one answer of a pair, and two rows have the shape of one pair.
-    run = jt.open_run(folder, model=bigrams())
+    run = jt.open_run(folder, model=bigrams(), task=jt.dpo())
     np.testing.assert_array_equal(run.predict(DATA["inputs"][:2, 0]), table(result)[DATA["inputs"][:2, 0]])
 
 
@@ -116,7 +116,7 @@ def test_a_lost_or_damaged_file_is_one_line(half):
 
 
 def test_other_rows_need_a_reference_of_their_own(whole):
-    run = jt.open_run(whole[0], model=bigrams())
+    run = jt.open_run(whole[0], model=bigrams(), task=jt.dpo())
     with pytest.raises(jt.DataError, match="give rows with an entry 'reference'"):
         run.evaluate(jt.ArrayRows(pairs(3, seed=7)))
     own = {**pairs(3, seed=7), "reference": np.full((3, 2), -9.0, np.float32)}
@@ -171,6 +171,9 @@ def test_the_runs_own_held_out_rows_are_evaluated_with_the_numbers_that_it_kept(
     assert abs(result.metrics["eval_loss"] - np.log(2)) > 1e-6
     found = jt.open_run(tmp_path / "run").evaluate()
     assert found["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
+    (tmp_path / "run" / "reference.npz").write_bytes(b"of another run")
+    with pytest.raises(jt.CheckpointError, match="is missing, damaged or of another run"):
+        jt.open_run(tmp_path / "run").evaluate()
 
 
 ONE = ("train", "dpo.json", "--emulate", "2")
