@@ -63,7 +63,6 @@ _HOMES = {
     "dropout": "jaxtrain.models.layers",
     "elementwise": "jaxtrain.optim.wrappers",
     "embedding_lookup": "jaxtrain.ops.embedding",
-    "find_learning_rate": "jaxtrain.run.fit",
     "fit": "jaxtrain.run.fit",
     "from_equinox": "jaxtrain.models.wrap",
     "from_functions": "jaxtrain.models.wrap",

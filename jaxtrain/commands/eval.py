@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _evaluated_config(arguments.run_dir, arguments.overrides)
     distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
-    from jaxtrain.run.evaluation import evaluate_rows
+    from jaxtrain.run.evaluation import evaluate_batches
 
     with own_code(config), Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):
@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
             evaluator, held_out = run.evaluator, run.held_out()
             # A mistake in the layout is found before anything is restored.
-            evaluator.feed.shardings(held_out.batches.spec())
+            evaluator.feed.shardings(held_out.spec())
             state = run.state
         with progress.phase("evaluating") as phase:
-            metrics = flat_scalars(evaluate_rows(evaluator, state, held_out))
+            metrics = flat_scalars(evaluate_batches(evaluator, state, held_out))
             data = run.config.data
             phase.note(f"{held_out.num_rows:,} rows of {data.call if isinstance(data, CalledData) else data.kind}")
     if not main:

@@ -140,16 +140,13 @@ def how_ended(code: int) -> str:
 def launch(arguments: argparse.Namespace) -> int:
     """Run a verb or a program in several processes on this machine; its exit code."""
     words, inner, restarts = arguments.command, arguments.inner, arguments.restarts
-    num_processes, least = arguments.processes, arguments.min_processes
-    if least is not None and (not restarts or least > num_processes):
-        raise ConfigError(f"--min-processes {least} goes with --restarts, and is at most --processes {num_processes}")
     if restarts and inner is not None and (words[0] != "train" or inner.restarts):
         raise ConfigError("--restarts before '--' goes with programs of your own, and with train without --restarts")
     started: dict[str, Any] = {"program": (), "emulate": arguments.emulate}
     if inner is not None:
         run_dir = folder_of(load_config(inner.config, overrides=inner.overrides), inner.run_dir) if restarts else None
         started = {"run_dir": run_dir}
-    return run_launch(words, num_processes=num_processes, restarts=restarts, min_processes=least, **started)
+    return run_launch(words, num_processes=arguments.processes, restarts=restarts, **started)
 
 
 def run_launch(
@@ -159,7 +156,6 @@ def run_launch(
     program: Sequence[str] = JAXTRAIN,
     emulate: int | None = None,
     restarts: int = 0,
-    min_processes: int | None = None,
     run_dir: Path | None = None,
 ) -> int:
     """Start processes of `jaxtrain`, or of a program, and wait for all of them.
@@ -174,7 +170,6 @@ def run_launch(
         program: the program that takes the words; empty: the words begin with a program.
         emulate: number of CPU devices of each process, set through its environment; None: the words decide.
         restarts: how often all are started again where one is lost.
-        min_processes: least number of processes, down to which a run goes on that fails twice at one step; None: all.
         run_dir: directory of the run, for the restarts; None: a program's, which is not known.
 
     Returns:
@@ -189,15 +184,6 @@ def run_launch(
     gpus = [] if emulated else visible_gpus() or []
     shares = gpu_shares(gpus, num_processes)
 
-    def with_less() -> str | None:
-        nonlocal shares
-        count = len(shares) - 1
-        if count < (min_processes or num_processes):
-            return None
-        # Some GPUs may be left over.
-        shares = gpu_shares(gpus, count, must_divide=False)
-        return f"with {count} {'process' if count == 1 else 'processes'} instead of {count + 1}"
-
     with Signals() as signals:
         if not restarts:
             return _launch_once([*program, *words], signals, shares=shares, shared=shared)
@@ -206,9 +192,7 @@ def run_launch(
             chosen = resumed_words(words) if has_begun else words
             return _launch_once([*program, *chosen], signals, shares=shares, shared=shared)
 
-        return supervise(
-            start, run_dir, restarts=restarts, asked=signals.asked, how_ended=how_ended, with_less=with_less
-        )
+        return supervise(start, run_dir, restarts=restarts, asked=signals.asked, how_ended=how_ended)
 
 
 def _launch_once(

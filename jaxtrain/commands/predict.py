@@ -13,8 +13,7 @@ from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.open_model import open_model
-from jaxtrain.run.predict import predict_file
+from jaxtrain.run.open_run import open_model
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic
 
@@ -30,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = {"step": arguments.step, "quantize": arguments.quantize, "report": progress.message}
         model = open_model(arguments.run_dir, **chosen)
         with own_code(model.config):
-            rows = predict_file(model, arguments.file, **how)
+            rows = model.predict_file(arguments.file, **how)
         phase.note(f"{len(rows):,} rows")
     if not main:
         return 0

@@ -14,7 +14,7 @@ from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import Written
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.run.open_model import open_model, open_served
+from jaxtrain.run.open_run import open_model, open_served
 from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
@@ -127,20 +127,20 @@ def serve(arguments: argparse.Namespace) -> int:
             overrides=arguments.overrides,
             name=arguments.name,
         )
-        started = start_service(
+        service = start_service(
             served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
         )
         listen(taken)
         address = address_of(taken)
         print_remark(f"{served.sharded_model!r}")
-        print_remark(f"model {served.name!r}: {started.summary}; compiled in {time.monotonic() - began:.1f} s")
+        print_remark(f"model {served.name!r}: {service.summary}; compiled in {time.monotonic() - began:.1f} s")
         print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
 
         def say_ready() -> None:
             print_text(f"ready: {address}", flush=True)
 
         try:
-            serve_app(build_app(started.service, host=arguments.host), taken, when_ready=say_ready)
+            serve_app(build_app(service, host=arguments.host), taken, when_ready=say_ready)
         finally:
-            started.close()
+            service.close()
     return 0

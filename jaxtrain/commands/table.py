@@ -50,9 +50,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--step": {"type": step_number, "metavar": "N", "help": "step to load; default: the newest intact one"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--quantize": {
-        "choices": ("int8", "int8_dynamic", "nf4"),
-        "help": "weights of linear layers in int8, or their inputs too (int8_dynamic), or weights in 4 bits (nf4); "
-        "default: as they were trained",
+        "choices": ("int8", "nf4"),
+        "help": "weights of linear layers in int8, or in 4 bits (nf4); default: as they were trained",
     },
 }
 
@@ -276,12 +275,6 @@ def _many() -> None:
     add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
     add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
     _restarts(parser, "R")
-    add(
-        "--min-processes",
-        type=process_count,
-        metavar="K",
-        help="where a run fails twice in a row at one step, restart with a process less, down to K; default: all",
-    )
 
     parser = _verb(
         "submit slurm",

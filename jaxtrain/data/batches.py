@@ -94,6 +94,11 @@ class Batches:
     def __len__(self) -> int:
         return -(-len(self._rows) // self._size)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of one pass."""
+        return len(self._rows)
+
     def spec(self) -> dict[str, Any]:
         """Returns the global shape and dtype of each entry of a batch, batch dimension first."""
         spec = jax.tree.map(

@@ -1,106 +1,51 @@
 """Numbers that go wrong: spikes, steps that are not finite, and copies of an array that differ between devices."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.checkpoint.digest import shard_sums
 from jaxtrain.config.schema import SpikesConfig
-from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import CorruptionError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.task import Batch
-from jaxtrain.run.session import is_due
-from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.run.saving import is_due
 from jaxtrain.runtime.tree import path_name
-from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 from jaxtrain.train.update import Metrics
 
-# Lines and files of one process; after these the counts of skipped steps go on alone.
+# Lines of one process; after these the counts of skipped steps go on alone.
 _MOST_SHOWN = 10
-# Rows and devices that a line names, and rows that a file does.
-_SHOWN, _LISTED = 3, 20
+_MOST_DEVICES = 3
 
 
 class BadSteps:
-    """Looks at the metrics of every step once it is done. Every process calls it, in the same order."""
+    """Says which steps were skipped, by their metrics once they are done."""
 
-    def __init__(self, run: Run, run_dir: Path, progress: Progress) -> None:
-        self._run, self._run_dir, self._progress, self._shown = run, run_dir, progress, 0
+    def __init__(self, spikes: SpikesConfig | None, progress: Progress) -> None:
+        self._spikes, self._progress, self._shown = spikes, progress, 0
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         """Look at the metrics of a step that is done."""
-        spikes = self._run.config.spikes
-        if spikes is not None and int(metrics["spiked"]):
-            self._spiked(spikes, number, float(metrics["loss"]), float(metrics["grad_norm"]))
-            return
+        is_spike = self._spikes is not None and bool(metrics["spiked"])
         # A batch without weight is skipped without a fault.
         is_empty = float(metrics["weight"]) == 0 and float(metrics["grad_norm"]) == 0
-        if int(metrics["skipped_in_a_row"]) and self._shown < _MOST_SHOWN and not is_empty:
-            self._shown += 1
-            self._progress.message(self._explained(number, metrics))
-
-    def _spiked(self, spikes: SpikesConfig, number: int, loss: float, grad_norm: float) -> None:
+        if not (is_spike or (int(metrics["skipped_in_a_row"]) and not is_empty)) or self._shown >= _MOST_SHOWN:
+            return
         self._shown += 1
-        if self._shown <= _MOST_SHOWN:
-            self._progress.message(
-                f"step {number} is a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}, more than "
-                f"{spikes.sigmas:g} deviations above the last {spikes.window} steps; batch {number - 1} is skipped"
+        numbers = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
+        what = "is not finite"
+        if is_spike and self._spikes is not None:
+            what = (
+                f"is a spike, more than {self._spikes.sigmas:g} deviations above the last {self._spikes.window} steps"
             )
-
-    def _explained(self, number: int, metrics: Mapping[str, jax.Array]) -> str:
-        """One line on a step that was not finite, which its file says too."""
-        run, k = self._run, number - 1
-        found: dict[str, Any] = {"step": number, "batch": k}
-        found |= {name: float(metrics[name]) for name in ("loss", "grad_norm", "loss_scale") if name in metrics}
-        rows = []
-        if not isinstance(run.batches, BatchStream):  # an iterable gives no batch twice
-            numbers = run.batches.row_numbers(k)
-            for place, entries in self._rows_with(run.step.loader(run.batches)(k))[:_LISTED]:
-                index = int(numbers[place])
-                rows.append({"place": place, "not_finite": entries, "row": index})
-            found |= {"batch_rows": numbers.tolist(), "rows": rows}
-        path = self._run_dir / "nonfinite" / f"step_{number}.json"
-        if jax.process_index() == 0:
-            # No run is lost over a file that helps to understand it.
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(exist_ok=True)
-                write_json_atomic(path, found)
-        said = f"step {number} is not finite and skipped (loss {found['loss']:.4g}): batch {k}"
-        return f"{said}{f', row {_listed(map(_row_text, rows))}' if rows else ''}; {path}"
-
-    def _rows_with(self, batch: Any) -> list[tuple[int, list[str]]]:
-        """Places of the rows that hold numbers that are not finite, and the entries that do."""
-
-        def marked(batch: Any) -> dict[str, jax.Array]:
-            return {
-                path_name(path): jnp.any(~jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim)))
-                for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-                if leaf.ndim and jnp.issubdtype(leaf.dtype, jnp.floating)
-            }
-
-        everywhere = NamedSharding(self._run.step.mesh, PartitionSpec())
-        found = jax.device_get(jax.jit(marked, out_shardings=everywhere)(batch))
-        places = sorted({place for rows in found.values() for place in np.flatnonzero(rows).tolist()})
-        return [(place, [name for name, rows in found.items() if rows[place]]) for place in places]
-
-
-def _row_text(row: Mapping[str, Any]) -> str:
-    return f"{row['row']} ({', '.join(f'{entry} not finite' for entry in row['not_finite'])})"
-
-
-def _listed(texts: Iterable[str]) -> str:
-    shown = list(texts)
-    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+        self._progress.message(f"step {number} {what}: {numbers}; batch {number - 1} is skipped")
 
 
 class CheckedStep:
@@ -118,11 +63,7 @@ class CheckedStep:
         self._digests = _digest_program([leaf.sharding.spec for _, leaf in leaves], step.state_on_host, step.mesh)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One step.
-
-        Raises:
-            CorruptionError: devices hold other bits of the same array; names the first such array and the devices.
-        """
+        """One step; a CorruptionError names the first array of which devices hold other bits, and the devices."""
         self._number += 1
         state, metrics = self._step(state, batch)
         if is_due(self._number, self._every):
@@ -142,8 +83,9 @@ class CheckedStep:
                 # Without a majority (two replicas) all are named.
                 is_known = 2 * count > len(group)
                 devices = [self._devices[place] for place in group if values[place] != usual or not is_known]
-                named = _listed(f"{device.id} (process {device.process_index})" for device in devices)
-                named = f"device {named} holds" if len(devices) == 1 else f"devices {named} hold"
+                shown = [f"{device.id} (process {device.process_index})" for device in devices[:_MOST_DEVICES]]
+                shown += [f"{len(devices) - _MOST_DEVICES} more"] if len(devices) > _MOST_DEVICES else []
+                named = f"device {shown[0]} holds" if len(devices) == 1 else f"devices {', '.join(shown)} hold"
                 since = f"they were equal after step {self._checked}" if self._checked else "since when is not known"
                 raise CorruptionError(
                     f"after step {self._number} the copies of {path} differ: {named} "

@@ -5,22 +5,23 @@ Early stopping is a function of the evaluations so far, which metrics.jsonl hold
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from jaxtrain.config.load import load_config
+import jax
+
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.schema import Config, EarlyStoppingConfig, is_higher_better
+from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import read_rows
 from jaxtrain.metrics.progress import Progress
-
-if TYPE_CHECKING:
-    from jaxtrain.data import Data
-    from jaxtrain.models.model import Model
-    from jaxtrain.models.task import Task
-    from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.state import TrainState
+from jaxtrain.metrics.writers import flat_scalars
+from jaxtrain.models.model import Model
+from jaxtrain.models.task import Task
+from jaxtrain.train.assemble import OwnStep
+from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
 EARLY_STOPPED = "early stopped"
@@ -45,14 +46,14 @@ class Moment:
 
     step: int
     metrics: Mapping[str, float | int]
-    state: "TrainState"
+    state: TrainState
     run_dir: Path
     _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
 
-        Every process calls it.
+        Every process calls it, with names that the metrics of the run do not have.
 
         Args:
             values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
@@ -60,12 +61,8 @@ class Moment:
                 pixels high and wide; or a nested dict of arrays, such as parameters, with a histogram for each.
 
         Raises:
-            ConfigError: a value is none of these, or has the name of a metric of the run.
+            ConfigError: a value is none of these.
         """
-        known = {"step", *self.metrics}
-        taken = next((name for name in values if name in known or name.startswith("eval_")), None)
-        if taken is not None:
-            raise ConfigError(f"moment.log: {taken!r} is a metric of the run; use another name")
         self._log(self.step, values)
 
 
@@ -111,9 +108,6 @@ class EarlyStopping:
         mode: whether lower (min) or higher (max) values are better. auto: higher ones of an accuracy and of the margin
             and the chosen answers of preferences, lower ones of all others.
 
-    Raises:
-        ConfigError: a value that the config group `evaluation.early_stopping` does not take.
-
     Example:
         >>> jt.EarlyStopping("eval_f1", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
         EarlyStopping(metric='eval_f1', patience=5, min_delta=0.0, mode='max')
@@ -124,61 +118,44 @@ class EarlyStopping:
     min_delta: float = 0.0
     mode: Literal["auto", "min", "max"] = "auto"
 
-    def __post_init__(self) -> None:
-        load_config({"evaluation": {"every": 1, "early_stopping": asdict(self)}}, origin="jaxtrain.EarlyStopping")
-
 
 @dataclass(frozen=True)
 class Given:
-    """What `fit` and `run_config` were given beside the config; see there."""
+    """What `fit` and `run_config` were given beside the config."""
 
-    own_step: "OwnStep"
+    own_step: OwnStep
     resume: str | None = None
-    model: "Model | None" = None
-    task: "Task | None" = None
-    data: "Data | None" = None
+    model: Model | None = None
+    task: Task | None = None
+    data: Data | None = None
     callbacks: Sequence[Callback | EarlyStopping] = ()
     progress: Progress | None = None
 
 
-def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[tuple[Callback, ...], EarlyStopping | None]:
+def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[list[Callback], EarlyStopping | None]:
     """The callbacks of a run, and the early stopping among them, which is a setting of the run."""
-    other = next((one for one in given if not isinstance(one, (Callback, EarlyStopping))), None)
-    if other is not None:
-        raise ConfigError(f"callbacks holds {other!r}; write callbacks=[jaxtrain.Callback(on_step=...)]")
     stopping = (one for one in given if isinstance(one, EarlyStopping))
-    return tuple(one for one in given if isinstance(one, Callback)), next(stopping, None)
+    return [one for one in given if isinstance(one, Callback)], next(stopping, None)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the evaluations so far say."""
-
-    is_over: bool
-    best_step: int | None
-    best: float
-    last_is_best: bool
-
-
-def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> Verdict:
-    """Whether a run stops, by its evaluations (step -> value); a value that is not finite is no better than any."""
-    sign, best_step, without = _sign_of(rule), None, 0
-    reference = best = math.inf
+def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> tuple[bool, int | None]:
+    """Whether evaluations (step -> value) stop a run, and the step of the best one; None: no value was finite."""
+    best_step, best, reference, without = None, math.inf, math.inf, 0
     for step, value in sorted(evaluations.items()):
-        value = sign * value if math.isfinite(value) else math.inf
-        if value < best:
-            best, best_step = value, step
-        if value < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
-            reference, without = value, 0
+        score = _score(rule, value)
+        if score < best:
+            best, best_step = score, step
+        if score < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
+            reference, without = score, 0
         else:
             without += 1
-    last_is_best = best_step is not None and best_step == max(evaluations)
-    return Verdict(without >= rule.patience, best_step, sign * best, last_is_best)
+    return without >= rule.patience, best_step
 
 
-def _sign_of(rule: EarlyStoppingConfig) -> float:
-    """What values of the metric are multiplied by so that lower is better."""
-    return -1.0 if is_higher_better(rule.metric, rule.mode) else 1.0
+def _score(rule: EarlyStoppingConfig, value: float) -> float:
+    """A number that is lower for better values of the metric; infinite for a value that is not finite."""
+    sign = -1.0 if is_higher_better(rule.metric, rule.mode) else 1.0
+    return sign * value if math.isfinite(value) else math.inf
 
 
 def recorded_values(run_dir: Path, metric: str, *, every: int, last: int) -> dict[int, float]:
@@ -207,18 +184,18 @@ class Watch:
         start: int,
         log: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
-        self.rule, self._every = config.evaluation.early_stopping, config.evaluation.every
+        self._rule, self._every = config.evaluation.early_stopping, config.evaluation.every
         self._run_dir, self._callbacks, self._log = run_dir, callbacks, log
         self._keeps_best, self._last = config.checkpoint.keep_best, config.train.steps
         self.metrics: Mapping[str, Any] = {}
         self.status: str | None = None
         self.reason = ""
         self._evaluations: dict[int, float] = {}  # those that were due
-        self._score: tuple[int, float] | None = None  # of the last evaluation; lower is better
+        self._scored: tuple[int, float] | None = None  # step and score of the last evaluation
         self._best_step: int | None = None
-        if self.rule is not None and self._every is not None and start:
-            self._evaluations = recorded_values(run_dir, self.rule.metric, every=self._every, last=start)
-            self._decide()
+        if self._rule is not None and self._every is not None and start:
+            self._evaluations = recorded_values(run_dir, self._rule.metric, every=self._every, last=start)
+            self._decide(self._rule)
 
     @property
     def sees_saves(self) -> bool:
@@ -227,81 +204,75 @@ class Watch:
 
     def sees(self, number: int) -> bool:
         """Whether a callback wants to see this step; all want to see the last one."""
-        return any(self._due(number))
+        return bool(self._due(number))
 
-    def _due(self, number: int) -> list[Callable[[Moment], Answer] | None]:
-        return [one.on_step for one in self._callbacks if number % one.every == 0 or number == self._last]
+    def _due(self, number: int) -> list[Callable[[Moment], Answer]]:
+        called = (one for one in self._callbacks if number % one.every == 0 or number == self._last)
+        return [one.on_step for one in called if one.on_step is not None]
 
-    def stepped(self, number: int, state: "TrainState") -> None:
+    def stepped(self, number: int, state: TrainState) -> None:
         """Call `on_step` of the callbacks that want to see this step."""
         if self.sees(number):
-            import jax
+            self._call(self._due(number), number, flat_scalars(jax.device_get(dict(self.metrics))), state)
 
-            from jaxtrain.metrics.writers import flat_scalars
-
-            metrics = flat_scalars(jax.device_get(dict(self.metrics)))
-            self._call("on_step", self._due(number), Moment(number, metrics, state, self._run_dir, self._log))
-
-    def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: "TrainState") -> None:
+    def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: TrainState) -> None:
         """Follow the metric of early stopping, and call `on_evaluation`."""
         numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
-        if self.rule is not None:
-            if self.rule.metric not in numbers:
+        rule = self._rule
+        if rule is not None:
+            if rule.metric not in numbers:
                 raise ConfigError(
-                    f"evaluation.early_stopping.metric={self.rule.metric} is not among the metrics of the evaluation; "
+                    f"evaluation.early_stopping.metric={rule.metric} is not among the metrics of the evaluation; "
                     f"use {' or '.join(numbers)}"
                 )
-            value = float(numbers[self.rule.metric])
-            self._score = number, _sign_of(self.rule) * value
+            value = float(numbers[rule.metric])
+            self._scored = number, _score(rule, value)
             if self._every is not None and number % self._every == 0:
                 self._evaluations[number] = value
-                self._decide()
-        moment = Moment(number, numbers, state, self._run_dir, self._log)
-        self._call("on_evaluation", [one.on_evaluation for one in self._callbacks], moment)
+                self._decide(rule)
+        self._call([one.on_evaluation for one in self._callbacks], number, numbers, state)
 
-    def saved(self, number: int, state: "TrainState") -> None:
+    def saved(self, number: int, state: TrainState) -> None:
         """Call `on_save`."""
-        moment = Moment(number, {}, state, self._run_dir, self._log)
-        self._call("on_save", [one.on_save for one in self._callbacks], moment)
+        self._call([one.on_save for one in self._callbacks], number, {}, state)
 
     def score_after(self, number: int) -> float | None:
         """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""
-        if self._score is None or self._score[0] != number or not math.isfinite(self._score[1]):
+        if self._scored is None or self._scored[0] != number or math.isinf(self._scored[1]):
             return None
-        return self._score[1]
+        return self._scored[1]
 
     def wants_save(self, number: int) -> bool:
         """Whether the evaluation after this step was the best so far, and the best is to be kept."""
         return self._keeps_best and self._best_step == number
 
-    def _call(self, name: str, functions: Sequence[Callable[[Moment], Answer] | None], moment: Moment) -> None:
+    def _call(
+        self,
+        functions: Sequence[Callable[[Moment], Answer] | None],
+        number: int,
+        metrics: Mapping[str, float | int],
+        state: TrainState,
+    ) -> None:
+        moment = Moment(number, metrics, state, self._run_dir, self._log)
         for function in functions:
-            if function is None:
-                continue
-            answer = function(moment)
-            if answer not in (None, "stop"):
-                raise ConfigError(f'{name} of a callback returned {answer!r}; return "stop", or nothing')
-            if _by_process_0(answer is not None) and self.status is None:
-                self.status, self.reason = STOPPED_BY_CALLBACK, f"{name} of a callback stopped the run"
+            if function is not None and _by_process_0(function(moment) == "stop") and self.status is None:
+                self.status, self.reason = STOPPED_BY_CALLBACK, "a callback returned 'stop'"
 
-    def _decide(self) -> None:
-        rule = self.rule
-        assert rule is not None
-        verdict = judge(self._evaluations, rule)
-        if _by_process_0(verdict.last_is_best):
-            self._best_step = max(self._evaluations, default=None)
-        if _by_process_0(verdict.is_over):
+    def _decide(self, rule: EarlyStoppingConfig) -> None:
+        is_over, best_step = judge(self._evaluations, rule)
+        newest = max(self._evaluations, default=None)
+        if _by_process_0(newest is not None and best_step == newest):
+            self._best_step = newest
+        if _by_process_0(is_over):
             best = "it was never a finite number"
-            if verdict.best_step is not None:
-                best = f"the best is {verdict.best:.4g} at step {verdict.best_step}"
+            if best_step is not None:
+                best = f"the best is {self._evaluations[best_step]:.4g} at step {best_step}"
             count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
-            better = "lower" if _sign_of(rule) > 0 else "higher"
+            better = "higher" if is_higher_better(rule.metric, rule.mode) else "lower"
             self.status = EARLY_STOPPED
             self.reason = f"{rule.metric} got no better in {count} ({better} is better), {best}"
 
 
 def _by_process_0(verdict: bool) -> bool:
     """What process 0 found: processes that disagreed would wait for one another in a collective."""
-    from jaxtrain.checkpoint.storage import from_process_0
-
     return bool(from_process_0(lambda: int(verdict)))

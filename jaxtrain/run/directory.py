@@ -26,7 +26,7 @@ TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
 _INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
 _OF_A_RUN = (
     *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "reference.npz"),
-    *("profile", "nonfinite", "trackers", TOKENIZER_FILE, "tokenizer_config.json", "base"),
+    *("profile", "trackers", TOKENIZER_FILE, "tokenizer_config.json"),
 )
 
 

@@ -1,6 +1,5 @@
 """Evaluation on held-out rows: exact means over all of them, padding excluded. Shapes: B batch."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,24 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.config.data import CalledData
-from jaxtrain.data import Batches, Data, prefetch
+from jaxtrain.data import Batches, prefetch
 from jaxtrain.data.rows import evaluated_rows
-from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.models.model import ModelState, Params, parameter_shapes
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, row_dims, task_sums
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.runtime.distributed import compiled_by_all
-from jaxtrain.train.assemble import Run, check_fit, model_of, reading_threads
+from jaxtrain.train.assemble import reading_threads
 from jaxtrain.train.batch import BatchFeed
 from jaxtrain.train.parallelism import Parallelism, check_parts, make_pipeline, microbatches
 from jaxtrain.train.program import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep, check_not_donated
 
+TO_HOLD_OUT = "set data.validation_fraction, or give fit validation=0.1"
 # A mean over nothing is NaN; a scalar metric is a float, a vector one a NumPy array.
 Means = dict[str, Any]
 
@@ -168,8 +167,7 @@ def _rows_before_padding(weights: jax.Array) -> jax.Array:
 def _real_rows(outputs_of: Callable[[Any], Any], batch: Batch, count: int | None) -> tuple[Any, Batch]:
     """Outputs and batch of the first `count` rows; None: of all.
 
-    The model runs on all rows, which divide by the mesh, and its outputs are cut, where each of them has one entry per
-    row or none; other outputs (a matrix of rows by rows, two views in one array) are computed of these rows alone.
+    Outputs of all rows are cut where each of them has one entry per row or none; others are computed of these alone.
     """
     if count is None:
         return outputs_of(batch["inputs"]), batch
@@ -201,91 +199,26 @@ def _mean(total: Any, weight: Any) -> Any:
     return float(mean) if mean.ndim == 0 else mean
 
 
-def most_evaluated(config: Config) -> int | None:
-    """How many held-out rows an evaluation takes at most; None: all. Batches are counted as the run makes them."""
-    batches = config.evaluation.max_batches
-    return None if batches is None else batches * config.train.global_batch_size
+def held_out_batches(config: Config, rows: grain.MapDataset, *, size: int, max_batches: int | None) -> Batches:
+    """Batches of `size` held-out rows, which are spread over all of them where not all are evaluated.
 
-
-def held_out_batches(run: Run) -> Batches:
-    """The batches of the held-out rows that a run evaluates; it must have some."""
-    config = run.config
-    assert run.data.validation is not None
-    rows = evaluated_rows(run.data.validation, most_evaluated(config))
-    size = config.train.global_batch_size
+    `max_batches` counts batches of the run, which those that divide by another mesh may be larger than; None: all rows.
+    """
+    most = None if max_batches is None else max_batches * config.train.global_batch_size
+    rows = evaluated_rows(rows, most)
     return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldOutRows:
-    """Rows of a run that is opened again, to evaluate."""
-
-    batches: Batches
-    num_batches: int
-    num_rows: int
-
-
-def held_out_rows(
-    config: Config,
-    rows: Data | grain.MapDataset,
-    sharded_model: ShardedModel,
-    *,
-    task: Task,
-    max_batches: int | None,
-) -> HeldOutRows:
-    """The rows to evaluate, in batches that divide by the mesh.
-
-    Args:
-        config: of the run.
-        rows: data, whose held-out rows are taken, or rows.
-        sharded_model, task: that they are for.
-        max_batches: largest number of batches of the configured size; None: all.
-    """
-    if isinstance(rows, Data):
-        if rows.validation is None:
-            raise DataError(f"the data of the run has no held-out rows; {to_hold_out(config)}")
-        rows = rows.validation
-    size = _dividing_batch(config, sharded_model, task)
-    # Counted in batches of the run: those that divide by this mesh may be larger.
-    rows = evaluated_rows(rows, None if max_batches is None else max_batches * config.train.global_batch_size)
-    batches = Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
-    return HeldOutRows(batches, len(batches), len(rows))
-
-
-def to_hold_out(config: Config) -> str:
-    """What gives a run rows for evaluation."""
-    if isinstance(config.data, CalledData):
-        return f"let the function of data.call={config.data.call} return {{'train': {{...}}, 'validation': {{...}}}}"
-    return "set data.validation_fraction (of other data that is evaluated: 1), or give fit validation=0.1"
-
-
-def evaluate_rows(evaluator: Evaluator, state: EvaluationState, held_out: HeldOutRows) -> Means:
-    """The metrics of rows; of a task with separate rows they are exact whatever the batch is."""
-    loaded = prefetch(evaluator.feed.loader(held_out.batches), 0, held_out.num_batches, depth=1)
+def evaluate_batches(evaluator: Evaluator, state: EvaluationState, batches: Batches) -> Means:
+    """The metrics of batches; of a task with separate rows they are exact whatever the batch is."""
+    loaded = prefetch(evaluator.feed.loader(batches), 0, len(batches), depth=1)
     try:
         return evaluator(state, loaded)
     finally:
         loaded.close()
 
 
-def check_data_fits(config: Config, data: Data, sharded_model: ShardedModel, *, own_task: bool) -> None:
-    """Raise where the model of a config would be another one with this data, or where kinds contradict one another."""
-    rows: Any = data.train if data.validation is None else data.validation
-    targets = rows[0].get("targets")
-    if isinstance(targets, np.ndarray | np.generic):
-        check_fit(config, data, jax.ShapeDtypeStruct(targets.shape, targets.dtype), own_task=own_task)
-    sizes = {"input_shape": data.input_shape, "vocab_size": data.vocab_size, "num_outputs": data.num_outputs}
-    found, model = parameter_shapes(model_of(config, **sizes)), sharded_model.model
-    for path, leaf in parameter_shapes(model if model.adapted is None else model.adapted.original).items():
-        if path not in found or found[path].shape != leaf.shape:
-            raise ConfigError(
-                f"the data does not fit the run: its rows {list(data.input_shape)} with "
-                f"{data.num_outputs or data.vocab_size} outputs make another {path} than the trained one "
-                f"{leaf.shape}; give data of the same sizes"
-            )
-
-
-def _dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> int:
+def dividing_batch(config: Config, sharded_model: ShardedModel, task: Task) -> int:
     """The smallest batch, from the configured one up, that divides by this machine's shards.
 
     Means over separate rows are exact whatever the batch is, so an evaluation need not fail over it.

@@ -24,8 +24,8 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.run.directory import tokenizer_file
-from jaxtrain.run.open_model import OpenedModel, open_model
-from jaxtrain.run.open_run import OpenedRun, open_run
+from jaxtrain.run.open_run import OpenedRun, open_model, open_run
+from jaxtrain.run.predict import OpenedModel
 from jaxtrain.run.published import exported_texts, kept_published
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.runtime.tree import merge_leaves, paths_of
@@ -48,17 +48,8 @@ def export_run(
 ) -> Path:
     """Write a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
-    Args:
-        run_dir, step: the run, and which checkpoint; None: the newest intact one.
-        folder: to make; it may exist if it is empty.
-        dtype: float32, float16 or bfloat16; None: that of the published model that the run started from, else float32.
-        max_shard_size: most bytes per file, as in "5GB".
-        merge: whether adapters are added to their base as its folder stores it, and all weights are written.
-        base: "nf4": linear layers are written in 4 bits, as bitsandbytes does; None: in floats.
-
-    Raises:
-        ConfigError: the folder is not empty, no published family has the run's model, or there is nothing to merge.
-        CheckpointError: there is no intact checkpoint, or what was merged is not what was trained.
+    `dtype` is that of the published model which the run started from unless it is given, `base="nf4"` writes linear
+    layers in 4 bits, and `merge` adds adapters to their base as its folder stores it.
     """
     run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
@@ -124,8 +115,6 @@ def _settings(run: OpenedRun) -> dict[str, Any]:
 
 def _merged(run: OpenedRun, settings: Mapping[str, Any]) -> Params:
     """Base and adapters added up in float32, if that gives their logits; else a CheckpointError."""
-    if jax.process_count() > 1:
-        raise ConfigError("--merge compares logits in one process, and there are several; run it in one")
     model, rows, params = run.sharded_model.model, _random_rows(settings), _as_float32(_with_stored_base(run))
     assert model.adapted is not None
     merged = merge_adapters(params, model)
@@ -149,7 +138,7 @@ def _with_stored_base(run: OpenedRun) -> Params:
         return run.params
     rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
     unchecked = dataclasses.replace(record, digests={})  # without the dtypes of digests it is read as it is stored
-    where = {"run_dir": run.run_dir, "moved_to": published_from(run.config.model)}
+    where = {"run_dir": run.path, "moved_to": published_from(run.config.model)}
     stored = restore_base(run.sharded_model, unchecked, only=lambda path: path in rounded, **where)
     return merge_leaves(stored, run.params)
 

@@ -4,34 +4,34 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+import optax
+from jax.sharding import Mesh
 
 from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.data import Data
+from jaxtrain.data.sources.given import data_of, renamed
+from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import TASKS, named_task
 from jaxtrain.run.callbacks import Callback, EarlyStopping, Given
 from jaxtrain.run.directory import numbered_folder, run_folder
 from jaxtrain.run.run import Result, train_loaded
 from jaxtrain.runtime import distributed
-
-if TYPE_CHECKING:
-    import optax
-    from jax.sharding import Mesh
-
-    from jaxtrain.data import Data
-    from jaxtrain.models.model import Model, ModelState, Params
-    from jaxtrain.models.task import Task
-    from jaxtrain.train.parallelism import Parallelism
+from jaxtrain.train.assemble import OwnStep
+from jaxtrain.train.parallelism import Parallelism, check_parts
 
 
 def fit(
-    model: "Model",
-    task: "Task | str",
-    optimizer: "optax.GradientTransformation",
+    model: Model,
+    task: Task | str,
+    optimizer: optax.GradientTransformation,
     *,
     data: Any,
     validation: Any = None,
@@ -39,19 +39,19 @@ def fit(
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
-    mesh: "Mesh | None" = None,
+    mesh: Mesh | None = None,
     policy: str = "fp32",
     accumulation_steps: int = 1,
     clip_norm: float | None = None,
     ema_decay: float | None = None,
     trainable: Callable[[str], bool] | None = None,
-    learning_rate: "optax.Schedule | float | None" = None,
+    learning_rate: optax.Schedule | float | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
-    parallelism: "Parallelism | None" = None,
+    parallelism: Parallelism | None = None,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
     offload_optimizer: bool = False,
-    params: "Params | Any" = None,
-    model_state: "ModelState | Any" = None,
+    params: Params | Any = None,
+    model_state: ModelState | Any = None,
     skip: Sequence[str] = (),
     seed: int = 0,
     run_dir: str | Path | None = None,
@@ -137,22 +137,15 @@ def fit(
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    keywords, origin = _plain(overrides), "jaxtrain.fit"
-    config = load_config(_plain(settings), keywords=keywords, origin=origin).config
+    origin = "jaxtrain.fit"
+    config = load_config(settings, keywords=overrides, origin=origin).config
     distributed.start(compilation_cache=config.compilation_cache)
-    from jaxtrain.data.sources.given import data_of, renamed
-    from jaxtrain.models.tasks import TASKS, named_task
-    from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.parallelism import check_parts
-
-    task = named_task(task)
+    is_of_config, task = isinstance(task, str) and task in TASKS, named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
-    if mesh is not None and getattr(mesh, "axis_names", None) != AXES:
-        raise ConfigError(f"mesh is {mesh!r}; write jaxtrain.make_mesh(data=2, fsdp=4), which has the six axes")
     if columns is not None:
         data, validation = renamed(data, columns, "data"), renamed(validation, columns, "validation")
     counts_tokens = task.name in ("language_modeling", *PREFERENCES)
-    opened = data_of(data, validation=_plain(validation), seed=config.seed, counts_tokens=counts_tokens)
+    opened = data_of(data, validation=validation, seed=config.seed, counts_tokens=counts_tokens)
     has_batch_size = batch_size is not None or "train.global_batch_size" in (overrides or {})
     settings["train"] |= _sizes(opened, config.train.global_batch_size, epochs=epochs, has_batch_size=has_batch_size)
     settings["task"] = task.name if task.name in TASKS else Config().task
@@ -171,30 +164,17 @@ def fit(
         skip=skip,
     )
     folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
-    loaded = load_config({**_plain(settings), "name": folder.name or "run"}, keywords=keywords, origin=origin)
+    loaded = load_config({**settings, "name": folder.name or "run"}, keywords=overrides, origin=origin)
     if run_dir is None:
         note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
-    return train_loaded(loaded, folder, Given(own_step, resume, model, task, opened, callbacks, progress))
+    # A task that the config names is the config's: whoever opens the run need not give it again.
+    own_task = None if is_of_config else task
+    return train_loaded(loaded, folder, Given(own_step, resume, model, own_task, opened, callbacks, progress))
 
 
-def _plain(value: Any) -> Any:
-    """The value with Python's numbers in place of NumPy's, which settings and digests of settings do not know."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, np.floating):
-        return float(str(value))  # 0.2 of float32 is meant as 0.2, not as 0.200000003
-    return value.item() if isinstance(value, (np.integer, np.bool_)) else value
-
-
-def _sizes(data: "Data", batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
-    """Keys of the group `train` that only the data can say.
-
-    Raises:
-        ConfigError: they contradict what was given.
-    """
-    from jaxtrain.data.stream import BatchStream
-
+def _sizes(data: Data, batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
+    """Keys of the group `train` that only the data can say."""
     if not isinstance(data.train, BatchStream):
         return {} if epochs is None else {"steps": _num_steps(epochs, len(data.train), batch_size)}
     found = data.train.batch_size
@@ -212,78 +192,3 @@ def _num_steps(epochs: float, num_rows: int, size: int) -> int:
     """
     steps = epochs * num_rows / size
     return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else math.ceil(steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class LearningRates:
-    """What `find_learning_rate` tried.
-
-    Attributes:
-        rates: float64 [steps], rising by a constant factor.
-        losses: float64 [steps], smoothed.
-        suggestion: a tenth of the rate with the least loss: a first value to try, not the best one.
-    """
-
-    rates: np.ndarray
-    losses: np.ndarray
-    suggestion: float
-
-    def __repr__(self) -> str:
-        return f"LearningRates: {self.suggestion:.1e} of {self.rates[0]:.1e} to {self.rates[-1]:.1e}"
-
-
-def find_learning_rate(
-    model: "Model",
-    task: "Task | str",
-    optimizer: "Callable[[optax.Schedule], optax.GradientTransformation] | None" = None,
-    *,
-    data: Any,
-    columns: Mapping[str, str] | None = None,
-    batch_size: int = 32,
-    lowest: float = 1e-6,
-    highest: float = 1.0,
-    steps: int = 100,
-    seed: int = 0,
-    **options: Any,
-) -> LearningRates:
-    """Train for some steps while the learning rate rises, and suggest one from where the loss was least.
-
-    Nothing is written, and the parameters that were trained are dropped. Source: Smith 2017 (arXiv 1506.01186).
-
-    Args:
-        model, task: as for `fit`.
-        optimizer: learning rate -> optimizer, such as `optax.sgd`; None: `optax.adamw`.
-        data, columns: rows with an index, as for `fit`.
-        batch_size: rows per step.
-        lowest, highest: first and last rate, above 0.
-        steps: number of rates, 10 or more; fewer are tried where the loss grows beyond four times its smallest value.
-        seed: of the parameters and the order of the rows.
-        options: of `make_train_step`: mesh, policy, clip_norm.
-
-    Example:
-        >>> found = jt.find_learning_rate(model, "classification", data=rows, batch_size=8, steps=20)
-        >>> found
-        LearningRates: ... of 1.0e-06 to ...
-    """
-    import optax
-
-    from jaxtrain.data.batches import Batches
-    from jaxtrain.data.sources.given import data_of, renamed
-    from jaxtrain.train.step import make_train_step
-
-    rows: Any = data_of(data if columns is None else renamed(data, columns, "data")).train
-    rates = np.geomspace(lowest, highest, steps)
-    schedule = optax.exponential_decay(lowest, 1, float(rates[1] / rates[0]))
-    step = make_train_step(model, task, (optimizer or optax.adamw)(schedule), **options)
-    load = step.loader(Batches(rows, batch_size, seed=seed, shuffle=True))
-    state, losses, smoothed = step.init(seed), [], 0.0
-    for k in range(steps):
-        state, metrics = step(state, load(k))
-        smoothed = 0.9 * smoothed + 0.1 * float(metrics["loss"])
-        losses.append(smoothed / (1 - 0.9 ** (k + 1)))
-        if not math.isfinite(losses[-1]) or (k > steps // 10 and losses[-1] > 4 * min(losses)):
-            break
-    found = np.array(losses)
-    # The first losses are those of few batches.
-    first = min(steps // 10, len(found) - 1)
-    return LearningRates(rates[: len(found)], found, float(rates[first + int(np.nanargmin(found[first:]))]) / 10)

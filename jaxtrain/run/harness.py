@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError
 from jaxtrain.inference.harness import AskedModel, result_rows, task_tokens
-from jaxtrain.run.open_model import open_model
+from jaxtrain.run.open_run import open_model
 from jaxtrain.run.predict import tokenizer_of, writer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
@@ -32,24 +32,11 @@ def evaluate_tasks(
     report: Callable[[str], None] = print,
     **how: Any,
 ) -> tuple[int | None, list[dict[str, Any]]]:
-    """Score a model on tasks of lm-eval-harness.
+    """Score a model (`how` are further arguments of `open_model`) on task files, or tasks of the harness by name.
 
-    Args:
-        path: of the model; `how` are further arguments of `open_model`.
-        tasks: paths of task files (`.yaml`), or names of tasks, groups and tags of the harness.
-        limit: documents of each task, at most; None: all.
-        shots: examples before each question; None: as the task says.
-        chat: whether questions are written by the chat template of the model.
-        batch_size: rows of a batch, at most; None: chosen from their lengths.
-        report: receives lines on what is being computed.
-
-    Returns:
-        The step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them.
-
-    Raises:
-        ConfigError: lm-eval is not installed, there is no such model or task, or the model cannot be asked.
-        DataError: the data of a task cannot be had, or the task fails.
-        CheckpointError: the files of the model are missing or damaged.
+    The result is the step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them.
+    `limit` bounds the documents of a task, `shots` are the examples before each question (None: as the task says),
+    `batch_size` bounds the rows of a batch, and `report` receives lines on what is computed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--tasks needs the package lm-eval: pip install '.[harness]'")

@@ -16,11 +16,10 @@ from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, ope
 from jaxtrain.interop.settings import check_fits
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import TimeSpent
+from jaxtrain.run.callbacks import Given
 from jaxtrain.run.directory import RunLock
-from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord
-from jaxtrain.run.restore import describe_start, start_of, trained_leaves
-from jaxtrain.run.resume import own_parts, run_metadata
+from jaxtrain.run.resume import describe_start, run_metadata, start_of, trained_leaves
 from jaxtrain.runtime import distributed
 from jaxtrain.train.assemble import OwnStep, assemble, open_run_data
 from jaxtrain.train.base import without_base
@@ -36,12 +35,7 @@ def import_run(
     overrides: Iterable[str] = (),
     base: str | Path | None = None,
 ) -> Path:
-    """Make the directory of a run of a published model, or of an adapter and its `base`.
-
-    Raises:
-        ConfigError: there is a run already, or a setting does not fit the model.
-        CheckpointError: the published files are missing or damaged.
-    """
+    """Make the directory of a run of a published model, or of an adapter and its `base`."""
     run_dir = Path(run_dir)
     if is_run(run_dir):
         raise ConfigError(f"{run_dir} is a run already; name a new directory")
@@ -52,12 +46,11 @@ def import_run(
     distributed.start(compilation_cache=config.compilation_cache)
     check_fits(config.model)
     run = assemble(config, open_run_data(config), name=run_dir.name)
-    check_class_order(config, (run.data.reading or {}).get("classes"))
     start = start_of(run, own_step)
     with spent.measure("creating state"):
         state = jax.block_until_ready(run.step.init(config.seed, **start))
     below = describe_start(run, state, start)
-    metadata = run_metadata(run, own_parts(model=None, task=None, data=None))
+    metadata = run_metadata(run, Given(own_step))
     metadata["base"] = None if below is None else below.as_json()
     run_dir.mkdir(parents=True, exist_ok=True)
     with distributed.on_main_process(RunLock(run_dir)):

@@ -255,9 +255,9 @@ class Interrupt:
 
 def _forget_lost_terminal() -> None:
     """Send what is printed nowhere, where the terminal is gone: writing to it would end the run with an error."""
-    for stream in (sys.__stdout__, sys.__stderr__):
+    for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
         try:
-            termios.tcgetattr(stream.fileno() if stream else -1)
+            termios.tcgetattr(stream.fileno())
         except termios.error as error:
-            if stream and error.args[0] == errno.EIO:
+            if error.args[0] == errno.EIO:
                 drop_unwritten(stream)

@@ -1,7 +1,6 @@
 """The training loop: dispatch step k + 1, then read what step k gave, so that the device never waits for the host."""
 
 import time
-from collections.abc import Callable
 
 import jax
 
@@ -9,24 +8,11 @@ from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
-from jaxtrain.models.task import Batch
 from jaxtrain.run.bad_steps import BadSteps, CheckedStep
 from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.session import (
-    Session,
-    add_evaluation,
-    close_session,
-    evaluate_state,
-    final_metrics,
-    is_due,
-    save_on_failure,
-    save_state,
-    saving_on_failure,
-    shown_metrics,
-    stop_run,
-)
+from jaxtrain.run.saving import is_due
+from jaxtrain.run.session import Session, shown_metrics
 from jaxtrain.runtime import host
-from jaxtrain.train.assemble import Run
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
@@ -51,30 +37,27 @@ def train(session: Session) -> tuple[TrainState, int]:
     """Train to the last step, or until the run stops early; then evaluate, save, sample and report."""
     config, watch, done, state = session.run.config, session.watch, session.start, session.state
     last, sample = config.train.steps, None
-    had_ended = done >= last or watch.status is not None
     if not session.is_over:
         session.record.begin()
-        if done and (had_ended or is_due(done, config.evaluation.every)) and _lacks_evaluation(session):
-            # It was due, and a signal left no time for it.
-            evaluate_state(session, done, state)
-            add_evaluation(session, done)
-        if not had_ended and watch.status is None:
+        was_due = done and (session.has_ended or is_due(done, config.evaluation.every))
+        if was_due and from_process_0(lambda: int(session.checkpointer.info(done).eval_loss is None)):
+            # A signal left no time for it.
+            session.evaluate(done, state)
+            session.add_evaluation(done)
+        if not session.has_ended and watch.status is None:
             state, done = _run_steps(session)
             # The loop pauses after a step only if another one follows.
             if done > session.start and watch.status is None:
-                with saving_on_failure(session, done, state):
+                with session.saving_on_failure(done, state):
                     watch.stepped(done, state)
             session.steps.end()  # before the evaluation of that step
         if done < last and watch.status is None:
-            stop_run(session, done, state)
-        evaluate_state(session, done, state)
-        save_state(session, done, state)
+            session.stop(done, state)
+        session.evaluate(done, state)
+        session.save(done, state)
         sample = _sampled(session, done, state)
-    if had_ended:
-        how, key = ("trained to", "train.steps") if done >= last else ("stopped early at", "the patience")
-        session.progress.message(f"already {how} step {done}: raise {key} to go on, or start again with --resume never")
-    close_session(session, "done" if done >= last else watch.status or "done")
-    evaluated = {name: value for name, value in final_metrics(session).items() if name.startswith("eval_")}
+    session.close("done" if done >= last else watch.status or "done")
+    evaluated = {name: value for name, value in session.final_metrics().items() if name.startswith("eval_")}
     summary = [f"sample: {sample}"] if sample else []
     summary.append(", ".join([f"done: step {done}", *shown_metrics(evaluated)]))
     if watch.status is not None and done < last:
@@ -85,15 +68,10 @@ def train(session: Session) -> tuple[TrainState, int]:
     return state, done
 
 
-def _lacks_evaluation(session: Session) -> bool:
-    """Whether the checkpoint that the run goes on from was saved without the result of an evaluation."""
-    return bool(from_process_0(lambda: session.checkpointer.info(session.start).eval_loss is None))
-
-
 def _sampled(session: Session, done: int, state: TrainState) -> str | None:
     """A sample of the state, which is saved: a signal leaves it for the next start."""
     spent, record = session.record.spent, session.record
-    with session.interrupt.free_to_leave(lambda: close_session(session, "preempted")):
+    with session.interrupt.free_to_leave(lambda: session.close("preempted")):
         with spent.measure("saving"):
             session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
         with spent.measure("sampling"):
@@ -109,10 +87,11 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
     run, config, interrupt = session.run, session.run.config.train, session.interrupt
     start, state = session.start, session.state
-    step = _checked(run, start)
+    every = None if run.config.checks is None else run.config.checks.replicas_every
+    step = run.step if every is None else CheckedStep(run.step, every, start=start)
     depth = queue_depth(run.batches.spec()) if config.prefetch == "auto" else config.prefetch
     loaded = prefetch(run.step.loader(run.batches), start, config.steps, depth=depth)
-    bad_steps = BadSteps(run, session.run_dir, session.progress)
+    bad_steps = BadSteps(run.config.spikes, session.progress)
     profile = _Profile(session)
     session.progress.start(config.steps, start)
     batches = session.activity.fed(interrupt.until_asked(loaded), first=start + 1)
@@ -156,7 +135,6 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
             pending = number, metrics, waited
             if interrupt.requested() or number == config.steps:
                 break
-            session.saves.check()
             wants_save = session.saves.is_due(number)
             if wants_save or is_due(number, run.config.evaluation.every) or session.watch.sees(number):
                 settle()
@@ -176,12 +154,6 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
         profile.stop()
 
 
-def _checked(run: Run, start: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step itself where nothing is compared, else one that also compares."""
-    every = None if run.config.checks is None else run.config.checks.replicas_every
-    return run.step if every is None else CheckedStep(run.step, every, start=start)
-
-
 def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
     what, try_this = "gradients were not finite", "add warmup_steps, or use precision.policy=bf16 or fp32"
     if "spiked" in metrics and int(metrics["spiked"]):
@@ -194,22 +166,22 @@ def _given_up(in_a_row: int, number: int, metrics: Metrics) -> str:
 
 def _pause(session: Session, number: int, state: TrainState, wants_save: bool) -> bool:
     """Callbacks, evaluation and save between two steps, with nothing in flight; whether the run stops here."""
-    with saving_on_failure(session, number, state):
+    with session.saving_on_failure(number, state):
         session.watch.stepped(number, state)
     if is_due(number, session.run.config.evaluation.every):
-        evaluate_state(session, number, state)
+        session.evaluate(number, state)
     # A run that stops is saved at its end.
     if session.watch.status is None and (wants_save or session.watch.wants_save(number)):
-        save_state(session, number, state)
+        session.save(number, state)
     return session.watch.status is not None
 
 
 def _data_failed(session: Session, number: int, state: TrainState, error: Exception) -> None:
     """Save the state after the last step that had a batch."""
     if isinstance(error, StoppedWaiting):
-        stop_run(session, number, state)
+        session.stop(number, state)
     is_line = isinstance(error, DataError)
-    if save_on_failure(session, number, state, says=not is_line) and is_line:
+    if session.save_on_failure(number, state, says=not is_line) and is_line:
         where = f"step {number} is saved in {session.checkpointer.directory}"
         raise DataError(f"{error}; {where}: run again with such data to go on") from error
 

@@ -1,39 +1,64 @@
-"""Opening a finished (or running) run: each part of it is read when it is first used.
+"""Opening a model with its weights: a run, a published folder or GGUF file, an adapter. Parts are read when first used.
 
-Curves need no checkpoint and no jax, predictions no training data.
+Serve, sample, predict, eval, the harness and the export of programs open theirs here.
 """
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain.checkpoint.directory import list_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Config, Loaded, load_config
-from jaxtrain.config.files import read_run, recorded_parts
+from jaxtrain.config.files import is_run, read_run, recorded_parts
 from jaxtrain.config.model import published_from
+from jaxtrain.config.published import published_family, published_settings, settings_in, settings_of
+from jaxtrain.data import Batches, Data, Tokenizer, open_data
+from jaxtrain.data.chat.templates import ChatFormat, files_beside, format_of_reading
+from jaxtrain.data.sources.given import rows_of
+from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.metrics.history import last_evaluation, read_history
+from jaxtrain.inference.prompts import Served, SpecialTokens
+from jaxtrain.interop.families.bert import read_sentence_head
+from jaxtrain.interop.formats.hub import is_published, published_place, read_published_config, tokenizer_origin
+from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
+from jaxtrain.interop.formats.rows import Entry
+from jaxtrain.interop.settings import check_fits, fresh_parts
+from jaxtrain.metrics.format import format_bytes
+from jaxtrain.metrics.history import draw_history, last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
+from jaxtrain.models.adapters import quantize, quantized_bytes
+from jaxtrain.models.model import Model, parameter_shapes
+from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.task import Task
+from jaxtrain.models.tasks import build_task
 from jaxtrain.run.directory import tokenizer_file
+from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator, dividing_batch, evaluate_batches, held_out_batches
+from jaxtrain.run.predict import OpenedModel, check_read_alike, embeds, tokenizer_of
+from jaxtrain.run.published import published_classes, read_texts, read_tokenizer, texts_beside
+from jaxtrain.run.reference import FILE, own_rows_with_reference
+from jaxtrain.run.resume import restore_for_evaluation
+from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
+from jaxtrain.train.assemble import build_sharded_model, parallelism_of, with_output_scale
+from jaxtrain.train.reference import ENTRY, lacks_reference
+from jaxtrain.train.start import accept_start
+from jaxtrain.train.state import EvaluationState
 
 if TYPE_CHECKING:
-    import numpy as np
-    from jax.sharding import Mesh
     from matplotlib.figure import Figure
-
-    from jaxtrain.data import Data, Tokenizer
-    from jaxtrain.data.chat.templates import ChatFormat
-    from jaxtrain.inference.prompts import SpecialTokens
-    from jaxtrain.models.model import Model, ModelState, Params
-    from jaxtrain.models.sharded import ShardedModel
-    from jaxtrain.models.task import Task
-    from jaxtrain.run.evaluation import Evaluator, HeldOutRows
-    from jaxtrain.run.predict import Predictor
-    from jaxtrain.train.state import EvaluationState
 
 # Keys of a config that were for the hardware of the run, or for a published folder that may be gone.
 _NOT_KEPT = {"model": ("attention", "from"), "loss": ("logits", "block")}
@@ -43,10 +68,10 @@ def open_run(
     run_dir: str | Path,
     *,
     step: int | None = None,
-    model: "Model | None" = None,
-    task: "Task | None" = None,
+    model: Model | None = None,
+    task: Task | None = None,
     overrides: Iterable[str] | Mapping[str, Any] = (),
-    mesh: "Mesh | None" = None,
+    mesh: Mesh | None = None,
     quantize: str | None = None,
     report: Callable[[str], None] = print_remark,
 ) -> "OpenedRun":
@@ -77,8 +102,8 @@ def open_run(
     """
     overrides = overrides if isinstance(overrides, Mapping) else list(overrides)
     return OpenedRun(
-        run_dir=Path(run_dir),
-        config=saved_config(run_dir, overrides=overrides, report=report).config,
+        path=Path(run_dir),
+        config=saved_config(run_dir, overrides=overrides).config,
         _wanted_step=step,
         _own_model=model,
         _own_task=task,
@@ -89,19 +114,8 @@ def open_run(
     )
 
 
-def saved_config(
-    run_dir: str | Path,
-    *,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
-    report: Callable[[str], None] = print_remark,
-) -> Loaded:
-    """The config of a run for this machine: `data` takes all devices, unless an override says otherwise.
-
-    Text is read with the tokenizer that was saved with the run.
-
-    Raises:
-        ConfigError: not a run, or a wrong key or value.
-    """
+def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:
+    """The config of a run for this machine: `data` takes all devices, and text the tokenizer of the run."""
     info, changed = read_run(run_dir), _keys(overrides)
     saved = dict(info["config"])
     for group, keys in _NOT_KEPT.items():
@@ -140,35 +154,31 @@ def _keys(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
-class OpenedRun:
+class OpenedRun(OpenedModel):
     """A run, opened by `open_run`: its directory, and its config with the parallel degrees of this machine."""
 
-    run_dir: Path
+    path: Path
     config: Config
     _wanted_step: int | None
-    _own_model: "Model | None"
-    _own_task: "Task | None"
-    _mesh: "Mesh | None"
+    _own_model: Model | None
+    _own_task: Task | None
+    _mesh: Mesh | None
     _quantize: str | None
     _has_other_data: bool
     _report: Callable[[str], None]
 
     def __fspath__(self) -> str:
         """The path of the run, or of the one step of it that was asked for."""
-        if self._wanted_step is None:
-            return str(self.run_dir)
-        from jaxtrain.checkpoint.run_folder import checkpoint_folder
-
-        return str(checkpoint_folder(self.run_dir) / str(self._wanted_step))
+        return str(self.path if self._wanted_step is None else checkpoint_folder(self.path) / str(self._wanted_step))
 
     def __repr__(self) -> str:
         steps = ", ".join(map(str, self.checkpoints[-5:])) or "none"
-        return f"Run {run_text(self.run_dir)}\n  checkpoints: {steps}"
+        return f"Run {run_text(self.path)}\n  checkpoints: {steps}"
 
     @property
     def info(self) -> dict[str, Any]:
         """The content of `run.json` as it is: what ran, on what, with which result."""
-        return read_run(self.run_dir)
+        return read_run(self.path)
 
     @property
     def _trained_on(self) -> Mapping[str, Any]:
@@ -180,22 +190,30 @@ class OpenedRun:
         return str(self.info.get("status"))
 
     @property
-    def history(self) -> "dict[str, np.ndarray]":
+    def history(self) -> dict[str, np.ndarray]:
         """Columns of one length: `step`, int64 [N] ascending, then each metric, float64 [N], NaN where it is not."""
-        return read_history(self.run_dir / "metrics.jsonl")
+        return read_history(self.path / "metrics.jsonl")
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the last evaluation, NaN where not finite, with its `step`; empty where there was none."""
-        return last_evaluation(self.run_dir / "metrics.jsonl")
+        return last_evaluation(self.path / "metrics.jsonl")
+
+    def plot(self, *names: str) -> "Figure":
+        """A matplotlib figure of the run's metrics over steps, training and evaluation in one picture.
+
+        Args:
+            names: metrics such as "loss" or "accuracy", which "eval_loss" is drawn with; none: those of the task.
+
+        Raises:
+            ConfigError: the run did not log such a metric.
+        """
+        return draw_history(self.history, names, title=self.path.name)
 
     @property
     def checkpoints(self) -> list[int]:
         """The steps of the saved checkpoints, in ascending order."""
-        from jaxtrain.checkpoint.directory import list_steps
-        from jaxtrain.checkpoint.run_folder import checkpoint_folder
-
-        return list_steps(checkpoint_folder(self.run_dir))
+        return list_steps(checkpoint_folder(self.path))
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -203,82 +221,41 @@ class OpenedRun:
         names = (self._trained_on.get("reading") or {}).get("classes")
         return None if names is None else tuple(names)
 
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint that `params` are of."""
-        return self.state.step
-
-    @property
-    def params(self) -> "Params":
-        """The parameters as a nested dict of sharded arrays: their moving average where the run keeps one."""
-        return self.state.evaluation_params
-
-    @property
-    def model_state(self) -> "ModelState":
-        """What changes without a gradient (batch statistics): its moving average where the run keeps one."""
-        return self.state.evaluation_model_state
-
     @functools.cached_property
-    def tokenizer(self) -> "Tokenizer | None":
+    def tokenizer(self) -> Tokenizer | None:
         """What made the run's tokens; None where the run has none."""
-        from jaxtrain.run.published import read_tokenizer
-
-        return read_tokenizer(self.run_dir, self.info)
-
-    @property
-    def chat(self) -> "ChatFormat | None":
-        """The chat template that the run was trained with, or that of its published model; None: neither."""
-        return self._texts[0]
-
-    @property
-    def special(self) -> "SpecialTokens":
-        """What is known of the special tokens of its texts."""
-        return self._texts[1]
+        return read_tokenizer(self.path, self.info)
 
     @functools.cached_property
-    def _texts(self) -> "tuple[ChatFormat | None, SpecialTokens]":
-        from jaxtrain.data.chat.templates import files_beside, format_of_reading
-        from jaxtrain.run.published import read_texts
-
-        own, files = format_of_reading(self._trained_on.get("reading")), files_beside(self.run_dir / "tokenizer.json")
+    def _texts(self) -> tuple[ChatFormat | None, SpecialTokens]:
+        own, files = format_of_reading(self._trained_on.get("reading")), files_beside(self.path / "tokenizer.json")
         # Rows of plain text have no beginning of text, so that a model that was trained on them gets none either.
         added = own is not None or self.status == "imported"
-        chat, special = read_texts(files, self.tokenizer, where=str(self.run_dir), added=added)
+        chat, special = read_texts(files, self.tokenizer, where=str(self.path), added=added)
         return own or chat, special
 
     @functools.cached_property
-    def data(self) -> "Data":
+    def data(self) -> Data:
         """The run's data, its values turned into numbers as in training; a ConfigError where it came from Python."""
-        from jaxtrain.data import open_data
-
         if not self._has_other_data:
-            _check_evaluable(self.info, self.run_dir, "data")
-        config, group, saved = self.config, self.config.data, self._trained_on
+            _check_evaluable(self.info, self.path, "data")
+        config, group = self.config, self.config.data
         held_out_alone = getattr(group, "validation_fraction", None) == 1  # nothing is trained on here
         if held_out_alone:
             plain = {"validation_fraction": 0.0} | ({"augment": False} if hasattr(group, "augment") else {})
             group = group.model_copy(update=plain)
         length = getattr(config.model, "max_sequence_length", None)
-        task = config.task if isinstance(config.task, str) else None
-        data = open_data(group, sequence_length=length, seed=config.seed, task=task, reading=saved.get("reading"))
-        if held_out_alone and data.validation is None:
-            data = dataclasses.replace(data, validation=data.train)
-        before, after = saved.get("fingerprint"), json.loads(json.dumps(data.fingerprint))
-        if not self._has_other_data and before not in (None, after):
-            differ = ", ".join(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
-            self._report(f"the data has changed since the run ({differ}): rows it trained on may be among these")
-        return data
+        task, reading = config.task if isinstance(config.task, str) else None, self._trained_on.get("reading")
+        data = open_data(group, sequence_length=length, seed=config.seed, task=task, reading=reading)
+        is_all = held_out_alone and data.validation is None
+        return dataclasses.replace(data, validation=data.train) if is_all else data
 
     @functools.cached_property
-    def sharded_model(self) -> "ShardedModel":
+    def sharded_model(self) -> ShardedModel:
         """The run's model on this machine's mesh; a ConfigError where it came from Python and was not given."""
-        from jaxtrain.runtime import distributed
-
         if self._own_model is None:
-            _check_evaluable(self.info, self.run_dir, "model")
+            _check_evaluable(self.info, self.path, "model")
         distributed.start(compilation_cache=self.config.compilation_cache)
-        from jaxtrain.train.assemble import build_sharded_model, with_output_scale
-
         config, sizes, saved = self.config, dict[str, Any](input_shape=()), self._trained_on
         if self._own_model is None:
             config = with_output_scale(config, saved.get("reading"), task=self.info.get("task"))
@@ -287,77 +264,29 @@ class OpenedRun:
         return build_sharded_model(config, **sizes, model=self._own_model, task=self._own_task, mesh=self._mesh)
 
     @functools.cached_property
-    def state(self) -> "EvaluationState":
+    def state(self) -> EvaluationState:
         """What an `Evaluator` reads."""
-        from jaxtrain.run.restore import quantized_params, restore_for_evaluation
-
         model, base = self.sharded_model, published_from(self.config.model)
-        found = restore_for_evaluation(self.run_dir, model, step=self._wanted_step, report=self._report, moved_to=base)
-        if self._quantize is None:
-            return found
-        params, remark = quantized_params(found.evaluation_params, model, self._quantize)
-        self._report(remark)
+        found = restore_for_evaluation(self.path, model, step=self._wanted_step, report=self._report, moved_to=base)
+        params = quantized(found.evaluation_params, model, self._quantize, report=self._report)
         return dataclasses.replace(found, evaluation_params=params)
 
     @functools.cached_property
-    def task(self) -> "Task":
+    def task(self) -> Task:
         """What outputs are compared with; a ConfigError where it came from Python and was not given."""
-        from jaxtrain.models.tasks import build_task
-
         if self._own_task is None:
-            _check_evaluable(self.info, self.run_dir, "task")
+            _check_evaluable(self.info, self.path, "task")
         return self._own_task or build_task(self.config)
 
-    @functools.cached_property
-    def evaluator(self) -> "Evaluator":
-        """Computes the metrics of the run's task: `run.evaluator(run.state, batches)`."""
-        from jaxtrain.run.evaluation import Evaluator
-        from jaxtrain.train.assemble import parallelism_of
+    @property
+    def _batch_axes(self) -> Mapping[str, Any]:
+        return (self._own_task or build_task(self.config)).batch_axes
 
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """Computes the metrics of the run's task: `run.evaluator(run.state, batches)`."""
         parallelism, options = parallelism_of(self.config), self.config.compiler_options
         return Evaluator(self.sharded_model, self.task, parallelism=parallelism, compiler_options=options)
-
-    @functools.cached_property
-    def _predictor(self) -> "Predictor":
-        from jaxtrain.models.tasks import build_task
-        from jaxtrain.run.predict import Predictor
-
-        axes = (self._own_task or build_task(self.config)).batch_axes
-        return Predictor(self.sharded_model, axes, self.config.compiler_options)
-
-    def predict(self, inputs: Any, *, batch_size: int | None = None) -> Any:
-        """What the model gives for any number of rows, in evaluation mode; no training data is needed.
-
-        Args:
-            inputs: an array [rows, ...], a nested dict of them, or rows with an index (`data.validation`), whose entry
-                `inputs` is read as it is. Arrays hold what the model takes, with two exceptions: columns of a table
-                are in their own units, and pixels for a run on images may be uint8.
-            batch_size: the largest batch; None: a microbatch of the run. It is rounded up to divide by the mesh.
-
-        Returns:
-            NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
-            float32. Of several outputs, `logits` alone.
-
-        Raises:
-            ConfigError: a model from Python was not given.
-            CheckpointError: there is no intact checkpoint.
-            DataError: rows that the model does not take.
-        """
-        from jaxtrain.run.predict import input_rows
-
-        train, saved = self.config.train, self._trained_on
-        size = batch_size or max(1, train.global_batch_size // train.accumulation_steps)
-        _check_read_alike(inputs, saved)
-        rows = input_rows(inputs, saved, self.sharded_model.model)
-        return self._predictor(self.params, self.model_state, rows, batch_size=size)
-
-    def predict_file(
-        self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
-    ) -> list[dict[str, Any]]:
-        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them (docs/predict.md)."""
-        from jaxtrain.run.predict import predict_file
-
-        return predict_file(self, path, batch_size=batch_size, probabilities=probabilities)
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:
         """The metrics of the run's task: `eval_loss` and the others as `eval_*`.
@@ -370,86 +299,170 @@ class OpenedRun:
             ConfigError: a part from Python was not given, or it does not fit the data.
             DataError: the data is not there, or has no held-out rows.
         """
-        from jaxtrain.run.evaluation import evaluate_rows
+        batches, evaluator = self.held_out(data), self.evaluator
+        evaluator.feed.shardings(batches.spec())  # a mistake in the data is found before a checkpoint is read
+        return evaluate_batches(evaluator, self.state, batches)
 
-        held_out, evaluator = self.held_out(data), self.evaluator
-        evaluator.feed.shardings(held_out.batches.spec())  # a mistake in the data is found before a checkpoint is read
-        return evaluate_rows(evaluator, self.state, held_out)
-
-    def held_out(self, data: Any = None) -> "HeldOutRows":
+    def held_out(self, data: Any = None) -> Batches:
         """The rows that `evaluate` takes, in batches that divide by the mesh."""
-        from grain import MapDataset
-
-        from jaxtrain.data import Data
-        from jaxtrain.data.sources.given import rows_of
-        from jaxtrain.run.evaluation import check_data_fits, held_out_rows
-        from jaxtrain.run.reference import evaluated_rows
-
-        limit = self.config.evaluation.max_batches if data is None else None
-        own = data is None and not self._has_other_data
-        given = self.data if data is None else data
-        _check_read_alike(given, self._trained_on)
-        if not isinstance(given, Data | MapDataset):
-            if "mean" in (self._trained_on.get("reading") or {}):
+        given: Any = self.data if data is None else data
+        check_read_alike(given, self._trained_on)
+        if isinstance(given, Data):
+            if given.validation is None:
+                raise DataError(f"the data of the run has no held-out rows; {TO_HOLD_OUT}")
+            rows = given.validation
+        elif isinstance(given, grain.MapDataset):
+            rows = given
+        elif "mean" in (self._trained_on.get("reading") or {}):
+            raise DataError("a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays")
+        else:
+            rows = rows_of(given)
+        example: Any = rows[0]
+        if lacks_reference(self.task, example):
+            fingerprint = json.loads(json.dumps(self.data.fingerprint)) if data is None else None
+            if self._has_other_data or fingerprint is None or fingerprint != self._trained_on.get("fingerprint"):
                 raise DataError(
-                    "a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays"
+                    f"task {self.task.name!r} needs numbers that {FILE} has of the run's own rows alone; give rows "
+                    f"with an entry '{ENTRY}' (jaxtrain.reference_rows)"
                 )
-            given = rows_of(given)
-        same = own and self._trained_on.get("fingerprint") == json.loads(json.dumps(self.data.fingerprint))
-        rows = evaluated_rows(given, self.task, self.run_dir, own=same)
-        found = held_out_rows(self.config, rows, self.sharded_model, task=self.task, max_batches=limit)
-        if isinstance(rows, Data) and self._own_model is None:
-            check_data_fits(self.config, rows, self.sharded_model, own_task=self._own_task is not None)
-        return found
-
-    def sample(
-        self, prompts: str | Sequence[str], *, new_tokens: int | None = None, seed: int = 0, **sampling: Any
-    ) -> Any:
-        """Continue a text, or a list of texts in one batch.
-
-        Args:
-            prompts: a text, or a list of texts.
-            new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
-            seed: of the random choices.
-            sampling: of `Sampling`: temperature, top_k, top_p and the like.
-
-        Returns:
-            The prompt with its continuation, or a list of them.
-
-        Raises:
-            ConfigError: the run writes no text, or an option is out of range.
-        """
-        from jaxtrain.inference.sampling import Sampling
-        from jaxtrain.run.predict import Writing, write, writer_of
-
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        found = [""] * len(texts)
-        for piece in write(writer_of(self), texts, Writing(new_tokens, Sampling(**sampling), seed, piece=None)):
-            found[piece.row] += piece.text
-        return found[0] if isinstance(prompts, str) else found
-
-    def plot(self, *names: str) -> "Figure":
-        """A matplotlib figure of the run's metrics over steps, training and evaluation in one picture.
-
-        Args:
-            names: metrics such as "loss" or "accuracy", which "eval_loss" is drawn with; none: those of the task.
-
-        Raises:
-            ConfigError: the run did not log such a metric.
-        """
-        from jaxtrain.metrics.history import draw_history
-
-        return draw_history(self.history, names, title=self.run_dir.name)
+            rows = own_rows_with_reference(rows, self.path)
+        size = dividing_batch(self.config, self.sharded_model, self.task)
+        limit = self.config.evaluation.max_batches if data is None else None
+        return held_out_batches(self.config, rows, size=size, max_batches=limit)
 
 
-def _check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
-    """Raise a DataError where a `Data` has scales or class numbers of its own, and not those of the run."""
-    saved, own = trained_on.get("reading"), json.loads(json.dumps(getattr(data, "reading", None)))
-    if saved is None or own is None or saved["kind"] != own["kind"]:
-        return
-    other = [key for key in ("classes", "mean", "deviation") if saved.get(key) != own.get(key)]
-    if other:
-        raise DataError(
-            f"this data has other {', '.join(other)} than the run's; write jaxtrain.open_data({{...}}, "
-            'reading=run.info["data"]["reading"])'
+def quantized(params: Any, sharded_model: ShardedModel, format: str | None, *, report: Callable[[str], None]) -> Any:
+    """The parameters with the kernels of linear layers in a format, on their devices; None: as they are."""
+    if format is None:
+        return params
+    small = jax.jit(lambda params: quantize(params, sharded_model.model, format))(params)
+    compute = jnp.dtype(sharded_model.policy.compute_dtype)
+    after, before = map(format_bytes, quantized_bytes(small, compute))
+    report(f"{format}: linear layers of {after} instead of {before} in {compute.name}")
+    return small
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class OpenedFolder(OpenedModel):
+    """A published model, opened by `open_model`."""
+
+    path: Path
+    config: Config
+    sharded_model: ShardedModel
+    tokenizer: Tokenizer | None
+    _texts: tuple[ChatFormat | None, SpecialTokens]
+    _adapter: str | Path | None
+    _quantize: str | None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _batch_axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def classes(self) -> Sequence[str] | None:
+        """The names of the classes that its config.json gives."""
+        return published_classes(read_published_config(self.path), str(self.path))
+
+    @functools.cached_property
+    def state(self) -> EvaluationState:
+        """Its weights, on their mesh."""
+        path, model = str(self.path), self.sharded_model
+        # With another head than the published one, that head is not read; an embedding need not have parameters.
+        settings = settings_in(path, published_settings(path))
+        theirs = [row.path for row in published_family(path).tensors(settings) if isinstance(row, Entry)]
+        known = [*theirs, *parameter_shapes(model.model)]
+        fresh = [one for one in fresh_parts(self.config.model) if any(fnmatch.fnmatchcase(name, one) for name in known)]
+        over = None if self._adapter is None else str(self._adapter)
+        start = accept_start(path, None, fresh, sharded_model=model, trains=lambda name: False, adapter=over)
+        if start.params is None or jax.tree.structure(start.params) != jax.tree.structure(model.abstract_params):
+            raise ConfigError(f"{path} has no weights for the head that is asked for; leave model.head out")
+        params = quantized(start.params, model, self._quantize, report=print_remark)
+        return EvaluationState(params, start.model_state or {})
+
+
+def open_model(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    quantize: str | None = None,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    overrides: Iterable[str] = (),
+    report: Callable[[str], None] = print_remark,
+) -> OpenedModel:
+    """Open a run, a published folder or file, or an adapter whose base is here; weights are read when they are needed.
+
+    `adapter` is a folder over the published folder `path`, `quantize` the format of linear layers ("int8", "nf4"), and
+    `overrides` are settings as on the command line. A published model computes in bf16_pure on an accelerator unless
+    precision.policy is set.
+    """
+    path, words = Path(published_place(path, what="run or model")).expanduser(), list(overrides)
+    is_adapter = not is_run(path) and is_adapter_folder(path)
+    if is_run(path) or not (is_adapter or is_published(path)):
+        if adapter is not None:
+            raise ConfigError(f"--adapter is for published folders; write jaxtrain import {adapter} --base FOLDER")
+        return open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize, report=report)
+    if step is not None:
+        raise ConfigError(f"--step {step} is for runs, and {path} is none; leave it out")
+    if is_adapter:
+        path, adapter = _base_of(path), path
+    distributed.start()
+    config = _folder_config(path, words, adapter)
+    check_fits(config.model)
+    file, settings = tokenizer_origin(path), settings_of(config.model)
+    size: int = settings.get("image_size") or 224
+    shape = (size, size, 3) if "vocab_size" not in settings else (int(settings["max_sequence_length"]),)
+    tokenizer = None if file is None else load_tokenizer(file)
+    files = {} if file is None else texts_beside(file, adapter)
+    return OpenedFolder(
+        path=path,
+        config=config,
+        sharded_model=build_sharded_model(config, input_shape=shape, mesh=mesh),
+        tokenizer=tokenizer,
+        _texts=read_texts(files, tokenizer, where=str(adapter or path), added=True),
+        _adapter=adapter,
+        _quantize=quantize,
+    )
+
+
+def _folder_config(path: Path, words: list[str], adapter: str | Path | None) -> Config:
+    tree: dict[str, Any] = {"model": {"from": str(path)}, "optimizer": {"kind": "sgd", "momentum": 0.0}}
+    if not any(word.startswith("model.head") for word in words):
+        head = read_sentence_head(path, published_settings(str(path)))
+        tree["model"] |= {} if head is None else {"head": head}
+    if adapter is not None:
+        tree["finetune"] = {"adapter": str(adapter)}
+    if jax.default_backend() != "cpu":
+        words = ["precision.policy=bf16_pure", *words]
+    return load_config(tree, overrides=words, origin="the command line").config
+
+
+def _base_of(adapter: Path) -> Path:
+    """The base that an adapter names, where it is here."""
+    named = open_adapter_folder(adapter).config.base
+    base = None if named is None else Path(published_place(Path(named).expanduser(), what=f"the base of {adapter}"))
+    if base is None or not is_published(base):
+        raise ConfigError(f"{adapter / CONFIG} names the base {named}, which is not here; put it there")
+    return base
+
+
+def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Served:
+    """A model for the server, by `open_model`; `name` is what clients call it, None: the last part of the path."""
+    model = open_model(path, **how)
+    sharded, decoder = model.sharded_model, model.sharded_model.model.decoder
+    if not embeds(model) and (decoder is None or decoder.encode is not None):
+        raise ConfigError(
+            f"{path} cannot be served: it gives neither embeddings nor the next token alone; sample an encoder-decoder "
+            "with jaxtrain sample, or set model.head.kind=embedding model.head.pooling=mean for an encoder"
         )
+    return Served(
+        name=name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf"),
+        sharded_model=sharded,
+        tokenizer=tokenizer_of(model),
+        params=model.params,
+        model_state=model.model_state,
+        chat=model.chat,
+        embeds=embeds(model),
+        created=int(time.time()),
+        max_length=getattr(model.config.model, "max_sequence_length", None),
+        special=model.special,
+        step=model.step,
+    )

@@ -1,14 +1,15 @@
-"""What an opened model (an `OpenedRun` or `OpenedFolder`) gives: outputs of rows, answers to a file's rows, and texts.
+"""A model that is open, and what it gives: outputs of rows, answers to a file's rows, and texts.
 
 Shapes: C classes.
 """
 
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grain
 import jax
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.config import Config
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData, LabelledTextData
 from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.data import Batches, Data
-from jaxtrain.data.chat.templates import format_of_reading
+from jaxtrain.data import Batches, Data, Tokenizer
+from jaxtrain.data.chat.templates import ChatFormat, format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.formats.open import read_records, text_of
 from jaxtrain.data.rows import ArrayRows
@@ -33,21 +35,135 @@ from jaxtrain.inference.decoding import Writing
 from jaxtrain.inference.generate import Written, whole_texts, write_texts
 from jaxtrain.inference.prompts import SpecialTokens, room_for_new_tokens
 from jaxtrain.inference.sampling import Sampling
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.run.published import kept_published, published_classes
 from jaxtrain.runtime.compiler import Value, choose_options
+from jaxtrain.train.assemble import Run
 from jaxtrain.train.batch import batch_shardings, check_ids
-
-if TYPE_CHECKING:
-    from jaxtrain.metrics.progress import Progress
-    from jaxtrain.train.assemble import Run
-    from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import EvaluationState, TrainState
 
 # What a row gives, by the head of a transformer, and by the task of another model.
 _HEADS = {"sequence": "class", "regression": "number", "embedding": "embedding"}
 _TASKS = {"classification": "class", "regression": "number"}
+
+
+class OpenedModel:
+    """A model with its weights that is asked, opened by `open_run` or `open_model`; its parts are read when first used.
+
+    Each kind of model says where it has these from.
+    """
+
+    path: Path
+    config: Config
+    info: Mapping[str, Any]  # run.json; empty where the model is of no run
+    sharded_model: ShardedModel
+    tokenizer: Tokenizer | None
+    classes: Sequence[str] | None
+    state: EvaluationState
+    _texts: tuple[ChatFormat | None, SpecialTokens]
+    _batch_axes: Mapping[str, Any]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint that `params` are of; None: the model is of no run."""
+        return self.state.step if self.info else None
+
+    @property
+    def params(self) -> Params:
+        """The parameters as a nested dict of sharded arrays: their moving average where the run keeps one."""
+        return self.state.evaluation_params
+
+    @property
+    def model_state(self) -> ModelState:
+        """What changes without a gradient (batch statistics): its moving average where the run keeps one."""
+        return self.state.evaluation_model_state
+
+    @property
+    def chat(self) -> ChatFormat | None:
+        """The chat template that a run was trained with, or that of a published model; None: neither."""
+        return self._texts[0]
+
+    @property
+    def special(self) -> SpecialTokens:
+        """What is known of the special tokens of its texts."""
+        return self._texts[1]
+
+    @functools.cached_property
+    def _predictor(self) -> "Predictor":
+        return Predictor(self.sharded_model, self._batch_axes, self.config.compiler_options)
+
+    def predict(self, inputs: Any, *, batch_size: int | None = None) -> Any:
+        """What the model gives for any number of rows, in evaluation mode; no training data is needed.
+
+        Args:
+            inputs: an array [rows, ...], a nested dict of them, or rows with an index (`data.validation`), whose entry
+                `inputs` is read as it is. Arrays hold what the model takes, with two exceptions: columns of a table
+                are in their own units, and pixels for a run on images may be uint8.
+            batch_size: the largest batch; None: a microbatch of the run. It is rounded up to divide by the mesh.
+
+        Returns:
+            NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
+            float32. Of several outputs, `logits` alone.
+
+        Raises:
+            ConfigError: a model from Python was not given.
+            CheckpointError: there is no intact checkpoint.
+            DataError: rows that the model does not take.
+        """
+        train = self.config.train
+        size = batch_size or max(1, train.global_batch_size // train.accumulation_steps)
+        rows = input_rows(inputs, self.info.get("data") or {}, self.sharded_model.model)
+        return self._predictor(self.params, self.model_state, rows, batch_size=size)
+
+    def predict_file(
+        self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
+    ) -> list[dict[str, Any]]:
+        """One dict per row of a file or folder, in its order, as `jaxtrain predict` writes them (docs/predict.md).
+
+        Raises:
+            ConfigError: the model gives something else, such as the next token, or `probabilities` of no classes.
+            DataError: the file or a row of it is not what the model reads.
+        """
+        name, kind = os.fspath(self), _kind(self)
+        if probabilities and kind in ("number", "embedding"):
+            raise ConfigError(f"{name} gives {kind}s, which have no probabilities; leave --probabilities out")
+        rows, files = _read_rows(self, Path(path).expanduser())
+        outputs = self.predict(rows, batch_size=batch_size)
+        if not isinstance(outputs, np.ndarray):
+            raise ConfigError(f"the model of {name} gives several outputs and none is 'logits'; use run.predict")
+        names = _class_names(self, outputs.shape[-1]) if kind == "class" else []
+        found = [_answer(names, values, kind, probabilities=probabilities) for values in outputs]
+        named = [{}] * len(found) if files is None else [{"file": str(file)} for file in files]
+        return [{"row": i + 1, **named[i], **answer} for i, answer in enumerate(found)]
+
+    def sample(
+        self, prompts: str | Sequence[str], *, new_tokens: int | None = None, seed: int = 0, **sampling: Any
+    ) -> Any:
+        """Continue a text, or a list of texts in one batch.
+
+        Args:
+            prompts: a text, or a list of texts.
+            new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
+            seed: of the random choices.
+            sampling: of `Sampling`: temperature, top_k, top_p and the like.
+
+        Returns:
+            The prompt with its continuation, or a list of them.
+
+        Raises:
+            ConfigError: the model writes no text, or an option is out of range.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        found = [""] * len(texts)
+        for piece in write(writer_of(self), texts, Writing(new_tokens, Sampling(**sampling), seed, piece=None)):
+            found[piece.row] += piece.text
+        return found[0] if isinstance(prompts, str) else found
 
 
 class Predictor:
@@ -70,17 +186,12 @@ class Predictor:
         size = min(size, -(-batch_size // shards) * shards)
         batches = Batches(rows, size, seed=0, shuffle=False)
         spec = batches.spec()
-        if "inputs" not in spec:
-            raise DataError(f"the rows hold {', '.join(spec)}; predict reads their entry 'inputs'")
         limits = {} if vocab_size is None else {"inputs": vocab_size}
         check = functools.partial(check_ids, limits=limits, where="predict")
         shardings, found = batch_shardings(spec, layout, self._batch_axes, {}), []
         for k in range(len(batches)):
             batch, left = batches.load(k, shardings, check=check), min(size, len(rows) - k * size)
-            try:
-                outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
-            except ConfigError as error:  # of the sharded model, which names the inputs
-                raise DataError(str(error)) from error
+            outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
             found.append(_per_row(outputs, size, left))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
@@ -103,8 +214,22 @@ def _per_row(outputs: Any, size: int, left: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[:left] if leaf.shape[:1] == (size,) else None, outputs)
 
 
+def check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
+    """Raise a DataError where a `Data` has scales or class numbers of its own, and not those of the run."""
+    saved, own = trained_on.get("reading"), json.loads(json.dumps(getattr(data, "reading", None)))
+    if saved is None or own is None or saved["kind"] != own["kind"]:
+        return
+    other = [key for key in ("classes", "mean", "deviation") if saved.get(key) != own.get(key)]
+    if other:
+        raise DataError(
+            f"this data has other {', '.join(other)} than the run's; write jaxtrain.open_data({{...}}, "
+            'reading=run.info["data"]["reading"])'
+        )
+
+
 def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grain.MapDataset:
-    """What `OpenedRun.predict` takes as rows with an index, arrays as the model was trained on (`data` in run.json)."""
+    """What `OpenedModel.predict` takes as rows with an index; `trained_on` is the group `data` of run.json."""
+    check_read_alike(inputs, trained_on)
     if isinstance(inputs, Data):
         if inputs.validation is not None:
             raise DataError("this Data has two sets; write run.predict(data.validation), or data.train")
@@ -126,29 +251,7 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grai
     return ArrayRows({"inputs": inputs})
 
 
-def predict_file(
-    model: Any, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
-) -> list[dict[str, Any]]:
-    """Predict the rows of a file, one dict per row in its order; docs/predict.md lists the forms of both.
-
-    Raises:
-        ConfigError: the model gives something else, such as the next token, or `probabilities` of no classes.
-        DataError: the file or a row of it is not what the model reads.
-    """
-    name, kind = os.fspath(model), _kind(model)
-    if probabilities and kind in ("number", "embedding"):
-        raise ConfigError(f"{name} gives {kind}s, which have no probabilities; leave --probabilities out")
-    rows, files = _read_rows(model, Path(path).expanduser())
-    outputs = model.predict(rows, batch_size=batch_size)
-    if not isinstance(outputs, np.ndarray):
-        raise ConfigError(f"the model of {name} gives several outputs and none is 'logits'; use run.predict")
-    names = _class_names(model, outputs.shape[-1]) if kind == "class" else []
-    found = [_answer(names, values, kind, probabilities=probabilities) for values in outputs]
-    named = [{}] * len(found) if files is None else [{"file": str(file)} for file in files]
-    return [{"row": i, **file, **answer} for i, (file, answer) in enumerate(zip(named, found, strict=True), start=1)]
-
-
-def _kind(model: Any) -> str:
+def _kind(model: OpenedModel) -> str:
     """What one row gives: class, number or embedding."""
     info, config = model.info, model.config.model
     task = info.get("task")
@@ -163,17 +266,16 @@ def _kind(model: Any) -> str:
     return kind
 
 
-def _class_names(model: Any, num_classes: int) -> list[str]:
+def _class_names(model: OpenedModel, num_classes: int) -> list[str]:
     """The names that are known, then numbers."""
-    known, run_dir = model.classes, getattr(model, "run_dir", None)
-    origin = None if run_dir is None else kept_published(run_dir)[0]
+    known, origin = model.classes, kept_published(model.path)[0] if model.info else None
     if known is None and origin is not None:
         known = published_classes(origin.config, os.fspath(model))
     known = () if known is None or len(known) > num_classes else known
     return [*known, *map(str, range(len(known), num_classes))]
 
 
-def _read_rows(model: Any, path: Path) -> tuple[Any, list[Path] | None]:
+def _read_rows(model: OpenedModel, path: Path) -> tuple[Any, list[Path] | None]:
     """Read a file as the run read its own: columns, scales, tokens, images; and the file of each image."""
     data, trained_on = model.config.data, model.info.get("data") or {}
     reading, shape = trained_on.get("reading") or {}, trained_on.get("input_shape")
@@ -224,7 +326,7 @@ def _plain(value: Any) -> float:
     return float(str(np.float32(value)))
 
 
-def writer_of(model: Any, *, answers: bool = False) -> Any:
+def writer_of(model: OpenedModel, *, answers: bool = False) -> OpenedModel:
     """The model, if it writes texts, and with `answers` has a chat template."""
     if embeds(model) or model.sharded_model.model.decoder is None:
         name = model.sharded_model.model.name
@@ -234,27 +336,27 @@ def writer_of(model: Any, *, answers: bool = False) -> Any:
     return model
 
 
-def tokenizer_of(model: Any) -> BpeTokenizer | ByteTokenizer:
+def tokenizer_of(model: OpenedModel) -> BpeTokenizer | ByteTokenizer:
     """The tokenizer of a model that is asked in texts."""
     if not isinstance(model.tokenizer, BpeTokenizer | ByteTokenizer):
         raise ConfigError(f"{os.fspath(model)} has no tokenizer.json, so that nobody can ask it; put its own there")
     return model.tokenizer
 
 
-def embeds(model: Any) -> bool:
+def embeds(model: OpenedModel) -> bool:
     """Whether the model gives an embedding per text."""
     head = getattr(model.config.model, "head", None)
     return head is not None and head.kind == "embedding"
 
 
-def write(writer: Any, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
+def write(writer: OpenedModel, texts: Sequence[str], writing: Writing, *, answers: bool = False) -> Iterator[Written]:
     """Continue texts in one batch, each given out before its continuation, or answer them by the chat template."""
     special, chat = (SpecialTokens(), writer.chat) if answers else (writer.special, None)
     writing = dataclasses.replace(writing, add_special_tokens=special.added, stop_tokens=special.stop)
     return write_texts(writer.sharded_model, writer.params, tokenizer_of(writer), texts, writing, chat)
 
 
-def sample_text(run: "Run", state: "TrainState", progress: "Progress") -> str | None:
+def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
     """Continue or answer `evaluation.sample_prompt`; None where there is no prompt, no tokenizer or no text model."""
     settings, tokenizer = run.config.evaluation, run.data.tokenizer
     prompt, form = settings.sample_prompt, format_of_reading(run.data.reading)
@@ -263,11 +365,11 @@ def sample_text(run: "Run", state: "TrainState", progress: "Progress") -> str | 
     # Rows of plain text have no special tokens.
     sampling = Sampling(settings.sample_temperature)
     writing = Writing(settings.sample_tokens, sampling, run.config.seed, add_special_tokens=False)
-    if form is None:
-        room = room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt)))
-        writing = dataclasses.replace(writing, new_tokens=min(settings.sample_tokens, room))
     try:
         with progress.phase("sampling"):
+            if form is None:
+                room = room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt)))
+                writing = dataclasses.replace(writing, new_tokens=min(settings.sample_tokens, room))
             model, params = run.step.sharded_model, state.evaluation_params
             (text,) = whole_texts(model, params, tokenizer, [prompt], writing, form)
             return text if form is None else f"{prompt}\n\n{text}"

@@ -8,28 +8,26 @@ import hashlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grain
 import numpy as np
 
-from jaxtrain.data import Data
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.data.rows import with_entry
-from jaxtrain.errors import CheckpointError, DataError
+from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.train.assemble import Run, reading_threads, training_batches
-from jaxtrain.train.reference import ENTRY, compute_reference, lacks_reference, with_reference
-
-if TYPE_CHECKING:
-    import grain
-
-    from jaxtrain.models.task import Task
-    from jaxtrain.train.state import TrainState
+from jaxtrain.train.reference import ENTRY, compute_reference, with_reference
+from jaxtrain.train.state import TrainState
 
 FILE = "reference.npz"
 
 
-def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Progress, *, main: bool) -> tuple[Run, str]:
+def first_reference(run: Run, state: TrainState, run_dir: Path, progress: Progress) -> tuple[Run, str]:
     """The run with the numbers in its rows, computed by the state that it starts from, and the digest of their file."""
     config, shards = run.config, run.step.mesh.size
     # As large as what a step computes at once.
@@ -45,13 +43,17 @@ def first_reference(run: Run, state: "TrainState", run_dir: Path, progress: Prog
         phase.note(f"{sum(map(len, arrays.values())):,} rows, kept in {FILE}")
     content = io.BytesIO()
     np.savez(content, **arrays)
-    if main:
+    if is_main_process():
         write_bytes_atomic(run_dir / FILE, content.getvalue())
     return _with(run, arrays), hashlib.sha256(content.getvalue()).hexdigest()
 
 
-def resumed_reference(run: Run, run_dir: Path, recorded: str | None) -> Run:
-    """Read the numbers of a run that goes on; `recorded` is the digest of their file in its checkpoint."""
+def with_kept_reference(run: Run, run_dir: Path, recorded: str | None) -> Run:
+    """The run with the numbers that it kept when it began; `recorded` is the digest of their file in its checkpoint."""
+    return _with(run, _kept(run_dir, recorded))
+
+
+def _kept(run_dir: Path, recorded: str | None) -> dict[str, np.ndarray]:
     path = run_dir / FILE
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != recorded:
         raise CheckpointError(
@@ -59,7 +61,7 @@ def resumed_reference(run: Run, run_dir: Path, recorded: str | None) -> Run:
             "--resume never"
         )
     with np.load(path) as arrays:
-        return _with(run, arrays)
+        return dict(arrays)
 
 
 def _with(run: Run, arrays: Mapping[str, np.ndarray]) -> Run:
@@ -67,17 +69,8 @@ def _with(run: Run, arrays: Mapping[str, np.ndarray]) -> Run:
     return dataclasses.replace(run, data=data, batches=training_batches(run.config, data), awaits_reference=False)
 
 
-def evaluated_rows(
-    rows: "Data | grain.MapDataset", task: "Task", run_dir: Path, *, own: bool
-) -> "Data | grain.MapDataset":
-    """Rows for the evaluation of an opened run: its `own` held-out ones with the numbers that it kept of them."""
-    held_out: Any = rows.validation if isinstance(rows, Data) else rows
-    if held_out is None or not lacks_reference(task, held_out[0]):
-        return rows
-    if not own or not isinstance(rows, Data) or not (run_dir / FILE).is_file():
-        raise DataError(
-            f"task {task.name!r} needs numbers that {FILE} has of the run's own rows alone; give rows with an entry "
-            f"'{ENTRY}' (jaxtrain.reference_rows)"
-        )
-    with np.load(run_dir / FILE) as arrays:
-        return dataclasses.replace(rows, validation=with_entry(held_out, ENTRY, arrays["validation"]))
+def own_rows_with_reference(rows: grain.MapDataset, run_dir: Path) -> grain.MapDataset:
+    """The held-out rows of a run that is opened again, with the numbers that it kept of them."""
+    with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:
+        recorded = checkpoints.metadata().get("reference")
+    return with_entry(rows, ENTRY, _kept(run_dir, recorded)["validation"])

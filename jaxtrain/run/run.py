@@ -1,30 +1,66 @@
-"""A run from its config to its result: start the process, hold the directory, prepare, train."""
+"""A run from its config to its result: start the process, hold the directory, make the session, train."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.mirror import mirror_folder
+from jaxtrain.checkpoint.run_folder import Owner
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.schema import EarlyStoppingConfig, limits
+from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.schema import EvaluationConfig, limits
 from jaxtrain.config.secrets import redacted
-from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.history import flat
+from jaxtrain.data import Data
+from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
+from jaxtrain.interop.settings import check_fits, fresh_notes
+from jaxtrain.layout.mesh import make_mesh, mesh_notes
+from jaxtrain.layout.rules import config_degrees
+from jaxtrain.metrics.format import format_bytes, format_count
+from jaxtrain.metrics.history import flat, read_rows
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import package_versions, run_text
+from jaxtrain.metrics.runinfo import package_versions, read_run_info, run_text
+from jaxtrain.metrics.throughput import TimeSpent
 from jaxtrain.metrics.trackers import check_trackers
-from jaxtrain.run.callbacks import Callback, EarlyStopping, Given, sorted_callbacks
-from jaxtrain.run.directory import RunLock, folder_of
+from jaxtrain.models.model import Model
+from jaxtrain.models.task import Task
+from jaxtrain.run.callbacks import EARLY_STOPPED, Callback, EarlyStopping, Given, Watch, sorted_callbacks
+from jaxtrain.run.directory import RunLock, folder_of, set_aside
+from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator
+from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.loop import train
+from jaxtrain.run.record import RunRecord, StepLog, run_meter
+from jaxtrain.run.reference import first_reference, with_kept_reference
+from jaxtrain.run.resume import (
+    check_resumed,
+    choose_start,
+    describe_start,
+    is_within,
+    resumed_state,
+    run_metadata,
+    start_of,
+    trained_leaves,
+)
+from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
+from jaxtrain.run.session import Session
+from jaxtrain.run.watchdog import Activity, watched
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.distributed import Facts, check_devices, together
-
-if TYPE_CHECKING:
-    import optax
-
-    from jaxtrain.data import Data
-    from jaxtrain.models.model import Model
-    from jaxtrain.models.task import Task
-    from jaxtrain.train.state import TrainState
+from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
+from jaxtrain.runtime.devices import describe_devices, unused_accelerator
+from jaxtrain.runtime.distributed import Facts, check_devices, is_main_process, together
+from jaxtrain.train.assemble import OwnStep, Run, assemble, open_run_data
+from jaxtrain.train.base import BaseRecord, without_base
+from jaxtrain.train.parallelism import check_parts
+from jaxtrain.train.state import TrainState
 
 # What a process may have of its own: where it finds and keeps files, what its host does ahead, and what only process 0
 # writes. Whether data at another path is the same data is told by its content.
@@ -54,7 +90,7 @@ class Result:
     """
 
     run_dir: Path
-    state: "TrainState"
+    state: TrainState
     metrics: Mapping[str, float | int | None]
     step: int
 
@@ -72,11 +108,11 @@ def run_config(
     run_dir: str | Path | None = None,
     resume: str | None = None,
     emulate: int | None = None,
-    model: "Model | None" = None,
-    task: "Task | None" = None,
-    data: "Data | None" = None,
-    optimizer: "optax.GradientTransformation | None" = None,
-    learning_rate: "optax.Schedule | float | None" = None,
+    model: Model | None = None,
+    task: Task | None = None,
+    data: Data | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    learning_rate: optax.Schedule | float | None = None,
     callbacks: Sequence[Callback | EarlyStopping] = (),
     progress: Progress | None = None,
 ) -> Result:
@@ -123,9 +159,6 @@ def run_config(
     watchdog = limits(loaded.config.watchdog)
     lost = None if watchdog is None else watchdog.lost_seconds
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
-    from jaxtrain.train.assemble import OwnStep
-    from jaxtrain.train.parallelism import check_parts
-
     check_parts(**given)
     if optimizer is None and learning_rate is not None:
         raise ConfigError(
@@ -147,12 +180,7 @@ def run_config(
 
 def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
     """Train in a process that has started: hold the directory, prepare, train; what `run_config` and `fit` share."""
-    import jax
-
     loaded = _with_early_stopping(loaded, sorted_callbacks(given.callbacks)[1])
-    from jaxtrain.run.interrupt import Interrupt
-    from jaxtrain.run.watchdog import watched
-
     if jax.process_count() > 1:
         check_devices()
         together(lambda: None, says=lambda _: _facts(loaded, folder, given.resume))
@@ -166,35 +194,23 @@ def train_loaded(loaded: Loaded, folder: Path, given: Given) -> Result:
         distributed.on_main_process(RunLock(folder)),
         watched(limits(loaded.config.watchdog), folder) as activity,
     ):
-        from jaxtrain.run.loop import train
-        from jaxtrain.run.prepare import closing_on_failure, prepare_session
-        from jaxtrain.run.session import close_session, final_metrics
-
         with interrupt.free_to_leave():
             session = prepare_session(loaded, folder, given, progress=shown, interrupt=interrupt, activity=activity)
-        with closing_on_failure(lambda status: close_session(session, status)):
+        with closing_on_failure(session.close):
             state, done = train(session)
-            return Result(folder, state, final_metrics(session), done)
+            return Result(folder, state, session.final_metrics(), done)
 
 
 def _with_early_stopping(loaded: Loaded, stopping: EarlyStopping | None) -> Loaded:
     """The config with early stopping from Python in its group `evaluation`."""
     if stopping is None:
         return loaded
-    evaluation = loaded.config.evaluation
-    if evaluation.every is None:
-        raise ConfigError(
-            "EarlyStopping compares evaluations during training, and evaluation.every is null; set it, such as "
-            'evaluation={"every": 100}'
-        )
-    changed = evaluation.model_copy(update={"early_stopping": EarlyStoppingConfig(**vars(stopping))})
-    return replace(loaded, config=loaded.config.model_copy(update={"evaluation": changed}))
+    evaluation = EvaluationConfig(**{**vars(loaded.config.evaluation), "early_stopping": vars(stopping)})
+    return replace(loaded, config=loaded.config.model_copy(update={"evaluation": evaluation}))
 
 
 def _facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     """What all processes must have alike before they compile: config, versions, directory."""
-    from jaxtrain.run.resume import is_within
-
     # Both values of what differs are shown, and a secret that differs between hosts trains the same.
     config = flat(redacted(loaded.config.model_dump(mode="json")))
     facts = {
@@ -204,3 +220,247 @@ def _facts(loaded: Loaded, run_dir: Path, resume: str | None) -> Facts:
     }
     versions = {f"version of {package}": (str(version), "") for package, version in package_versions().items()}
     return {**facts, **versions, "directory of the run": (str(run_dir), ""), "--resume": (str(resume), "")}
+
+
+_STATUS: dict[type[BaseException], str] = {
+    PreemptedError: "preempted",
+    DivergedError: "diverged",
+    KeyboardInterrupt: "stopped",
+}
+
+
+@contextlib.contextmanager
+def closing_on_failure(close: Callable[[str], None]) -> Iterator[None]:
+    """Close with the status of what went wrong (preempted, diverged, stopped or failed), and raise that."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            close(_STATUS.get(type(error), "failed"))
+        raise
+
+
+def prepare_session(
+    loaded: Loaded,
+    run_dir: Path,
+    given: Given,
+    *,
+    progress: Progress,
+    interrupt: Interrupt,
+    activity: Activity,
+) -> Session:
+    """Make every part of a run; what was opened is closed again where a later part cannot be made."""
+    spent = TimeSpent(during=activity.during)
+    with spent.measure("reading data"):
+        run = together(lambda: _assembled(loaded, given, progress), says=_facts_of)
+    interrupt.check()
+    checkpointer, owner = _open_checkpoints(run, run_dir, given.resume, progress)
+    with closing_on_failure(lambda status: checkpointer.close()):
+        resumed = choose_start(checkpointer, given.resume)
+        metadata, meter = run_metadata(run, given), run_meter(run, own_model=given.model is not None)
+        if resumed is None:
+            notes = []
+            if given.model is None:
+                check_fits(run.config.model)
+                notes = fresh_notes(run.config.model)
+        else:
+            may_change = given.resume is not None
+            changes = check_resumed(checkpointer, run.step, metadata, run_dir=run_dir, may_change=may_change)
+            same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
+            notes = [f"resuming step {resumed} from {checkpointer.directory}: {same}"]
+            if run.awaits_reference:
+                metadata["reference"] = checkpointer.metadata().get("reference")
+                run = with_kept_reference(run, run_dir, metadata["reference"])
+        units = f"{meter.units_per_step:,.0f} {run.data.unit}"
+        for line in _banner(run, run_dir, [*loaded.notes, *notes], units=units):
+            progress.message(line)
+        record = RunRecord(run_dir, spent, report=progress.message)
+        callbacks = sorted_callbacks(given.callbacks)[0]
+        if resumed is None:
+            state, base = _first_state(run, given.own_step, progress, spent)
+        else:
+            with progress.phase("restoring checkpoint"), spent.measure("creating state"):
+                state, base = resumed_state(run, run_dir, given.own_step, checkpointer)
+        start = 0 if resumed is None else int(state.step)
+        watch = Watch(run.config, run_dir, callbacks, start=start, log=record.log)
+        has_ended = start >= run.config.train.steps or watch.status is not None
+        if has_ended:
+            is_done = start >= run.config.train.steps
+            how, key = ("trained to", "train.steps") if is_done else ("stopped early at", "the patience")
+            progress.message(f"already {how} step {start}: raise {key} to go on, or start again with --resume never")
+        elif resumed is not None:
+            with spent.measure("compiling"):
+                _compile(run, progress, None)
+        interrupt.check()
+        activity.begins_at(start)
+        metadata["base"] = None if base is None else base.as_json()
+        if resumed is None:
+            # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
+            _begin_directory(run, run_dir, checkpointer, progress)
+            if run.awaits_reference:
+                with spent.measure("evaluation"):
+                    run, metadata["reference"] = first_reference(run, state, run_dir, progress)
+        is_over, logged = has_ended and _has_closed(run_dir), _logged(run_dir, start) if has_ended else {}
+        if not is_over:
+            record.open(loaded, run, metadata, start=start)
+        return Session(
+            run=run,
+            run_dir=run_dir,
+            start=start,
+            state=state,
+            metadata=metadata,
+            checkpointer=checkpointer,
+            saves=RunSaves(checkpointer, run.config.checkpoint, report=progress.message, owner=owner),
+            record=record,
+            steps=StepLog(run, meter=meter, record=record, progress=progress, start=start),
+            evaluator=Evaluator(run.step),
+            watch=watch,
+            progress=progress,
+            interrupt=interrupt,
+            activity=activity,
+            has_ended=has_ended,
+            is_over=is_over,
+            metrics=logged,
+            evaluated=start if "eval_loss" in logged else None,
+        )
+
+
+def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
+    """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
+    config, data = loaded.config, given.data
+    if given.own_step.mesh is None:
+        make_mesh(**config_degrees(config.parallel), devices=None)
+    if given.model is None and data is None:
+        check_kinds(config, own_task=given.task is not None)
+    with progress.phase("reading data") as phase:
+        opened = data if data is not None else open_run_data(config)
+        phase.note(opened.description[0] if opened.description else "")
+    if config.evaluation.early_stopping is not None and opened.validation is None:
+        raise ConfigError(f"evaluation.early_stopping needs held-out rows, and the data has none; {TO_HOLD_OUT}")
+    return assemble(config, opened, name=loaded.name, model=given.model, task=given.task, own=given.own_step)
+
+
+def _facts_of(run: Run) -> Facts:
+    """What all processes must have alike: the rows of each batch, and the options that each compiler accepts."""
+    options = run.step.compiler_options.used
+    named = {f"data ({name})": value for name, value in flat(run.stream).items()}
+    named |= {f"compiler option {name}": value for name, value in options.items()}
+    return {name: (str(value), "") for name, value in named.items()}
+
+
+def _open_checkpoints(
+    run: Run, run_dir: Path, resume: str | None, progress: Progress
+) -> tuple[Checkpointer, Owner | None]:
+    """The checkpoints of the run, and this start's hold on their folder."""
+    keep, report = run.config.checkpoint, progress.message
+    folder, owner = take_folder(keep, run_dir, name=run.name, resume=resume, report=report)
+    checkpointer = Checkpointer(
+        folder,
+        keep_last=keep.keep_last,
+        keep_every=keep.keep_every,
+        keep_best=keep.keep_best,
+        mirror=mirror_folder(keep.mirror, run_dir),
+        report=report,
+    )
+    return checkpointer, owner
+
+
+def _begin_directory(run: Run, run_dir: Path, checkpointer: Checkpointer, progress: Progress) -> None:
+    """Move what an earlier run left aside."""
+    if is_main_process():
+        if (previous := set_aside(run_dir)) is not None:
+            progress.message(f"what an earlier run left here was moved to {previous}")
+        begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
+    checkpointer.begin_anew()
+
+
+def _has_closed(run_dir: Path) -> bool:
+    """Whether run.json has the end of the run."""
+    return bool(from_process_0(lambda: read_run_info(run_dir).get("status") in ("done", EARLY_STOPPED)))
+
+
+def _logged(run_dir: Path, step: int) -> dict[str, Any]:
+    """The metrics of training and evaluation that were logged of a step."""
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] == step]
+    return {name: value for row in rows if {"loss", "eval_loss"} & row.keys() for name, value in row.items()}
+
+
+def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> list[str]:
+    """The lines that are shown before a run compiles: model, data, devices and what was chosen for it."""
+    config, mesh, step = run.config, run.step.mesh, run.step
+    places = zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True)
+    memory = {False: 0, True: 0}  # on the host?
+    for leaf, is_on_host in places:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            memory[bool(is_on_host)] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    accumulation, trains = config.train.accumulation_steps, trained_leaves(step)
+    lines = [
+        f"{run.name}: {step.model.name}, {format_count(run.num_parameters)} parameters, "
+        f"{config.train.steps:,} steps of {units}" + (f" in {accumulation} microbatches" if accumulation > 1 else "")
+    ]
+    if trains is not None:
+        trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(step.abstract_state, trains).params))
+        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold them alone")
+    unused = unused_accelerator(jax.devices()[0].platform)
+    return [
+        *lines,
+        *(f"data: {line}" for line in run.data.description),
+        f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
+        f"state {format_bytes(memory[False])} per device"
+        + (f", {format_bytes(memory[True])} on the host" if memory[True] else ""),
+        f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
+        f"run directory: {run_dir}",
+        *mesh_notes(mesh),
+        *option_notes(step.compiler_options, asked=config.compiler_options),
+        *notes,
+        *([unused] if unused else []),
+    ]
+
+
+def _first_state(
+    run: Run, own_step: OwnStep, progress: Progress, spent: TimeSpent
+) -> tuple[TrainState, BaseRecord | None]:
+    """Compile the step and create the state of a run that begins, and describe the base of its adapters."""
+    start = start_of(run, own_step)
+    with ThreadPoolExecutor(1) as pool:
+        # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
+        created = pool.submit(lambda: run.step.init(run.config.seed, **start))
+        with spent.measure("compiling"):
+            _compile(run, progress, created)
+        with progress.phase("creating state"), spent.measure("creating state"):
+            state = jax.block_until_ready(created.result())
+            return state, describe_start(run, state, start)
+
+
+def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -> None:
+    """Compile the step for the shapes of its batches, and show whether the program came from the cache.
+
+    Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
+    collectives of the two threads could meet in another order in another process.
+    """
+    seen: set[str] = set()
+
+    def listen(event: str, **_: Any) -> None:
+        seen.add(event.removeprefix("/jax/compilation_cache/"))
+
+    def attempt() -> None:
+        try:
+            with progress.phase("tracing") as phase, record_choices() as choices:
+                lowered = run.step.trace(run.batches.spec()).lower()
+                phase.note("; ".join(choices))
+            with progress.phase("compiling") as phase:
+                run.step.use(lowered.compile(), choices=choices)
+                # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
+                found = "cache_hits" in seen and "cache_misses" not in seen
+                is_kept = run.config.compilation_cache is not None
+                phase.note("from cache" if found else "cached next time" if is_kept else "")
+        finally:
+            if created is not None and jax.process_count() > 1:
+                wait([created])
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        together(attempt)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)

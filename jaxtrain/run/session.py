@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,194 +10,31 @@ from typing import Any, NoReturn
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import SaveError, live_steps
-from jaxtrain.checkpoint.places import Place
-from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
-from jaxtrain.checkpoint.storage import everyone, from_process_0
-from jaxtrain.config.schema import CheckpointConfig
+from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.data import prefetch
-from jaxtrain.errors import CheckpointError, ConfigError, PreemptedError, StorageError
+from jaxtrain.errors import PreemptedError, StorageError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
 from jaxtrain.run.callbacks import Watch
 from jaxtrain.run.evaluation import Evaluator, held_out_batches
 from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
 from jaxtrain.run.record import RunRecord, StepLog
-from jaxtrain.run.restore import trained_leaves
+from jaxtrain.run.resume import trained_leaves
+from jaxtrain.run.saving import RunSaves
 from jaxtrain.run.watchdog import Activity
-from jaxtrain.runtime.distributed import together
 from jaxtrain.train.assemble import Run
 from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
 
 
-def is_due(number: int, every: int | None) -> bool:
-    """Whether a step is a multiple of an interval; None: no step is."""
-    return every is not None and number % every == 0
-
-
-def take_folder(
-    keep: CheckpointConfig,
-    run_dir: Path,
-    *,
-    name: str,
-    resume: str | None,
-    main: bool,
-    report: Callable[[str], None],
-) -> tuple[Place, Owner | None]:
-    """The folder of a run's checkpoints, for this start alone; every process calls this."""
-
-    def work() -> tuple[Place, Owner | None]:
-        folder = configured_folder(keep.directory, run_dir)
-        if not main:
-            return folder, None
-        former = checkpoint_folder(run_dir)
-        if former != folder and resume != "never":
-            if not live_steps(folder) and live_steps(former):
-                raise ConfigError(
-                    f"checkpoint.directory: this run has its checkpoints in {former}, and {folder} has none; set it "
-                    "back, copy them there and add --resume must, or start again with --resume never"
-                )
-            if keep.directory is None:
-                (run_dir / NOTE).unlink()  # it leads to where the checkpoints were
-        if keep.directory is None:
-            return folder, None
-        owner, line = take(folder, run_dir, name=name, takes_over=resume == "must")
-        if line is not None:
-            report(line)
-        return folder, owner
-
-    return together(work)
-
-
-def begin_folder(folder: Place, keep: CheckpointConfig, run_dir: Path, report: Callable[[str], None]) -> None:
-    """Move what an earlier run left in `checkpoint.directory` away; process 0 alone."""
-    if keep.directory is None:
-        (run_dir / NOTE).unlink(missing_ok=True)
-    elif (moved := set_steps_aside(folder)) is not None:
-        report(f"the checkpoints of an earlier run were moved to {moved}")
-
-
-class RunSaves:
-    """Saves the states of a run; a save that fails stops the training only after several in a row.
-
-    The checkpoints that are complete stay whatever happens. Every process calls every method, after the same steps;
-    with several processes a failure counts at the next save, where all of them hear of it.
-    """
-
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        config: CheckpointConfig,
-        *,
-        report: Callable[[str], None],
-        owner: Owner | None = None,
-    ) -> None:
-        self._checkpointer, self._owner, self._config, self._report = checkpointer, owner, config, report
-        self._several = jax.process_count() > 1
-        self._saved_at = time.monotonic()
-        self._failed_in_a_row = 0
-        self._failure: SaveError | None = None  # of the last save that was tried
-        self._unheard: SaveError | None = None  # by the other processes
-        self._pending: int | None = None
-        self._complete = checkpointer.latest_step()
-
-    def is_due(self, number: int) -> bool:
-        """Whether the state after step `number` is to be saved; asked once after every step."""
-        minutes, by_clock = self._config.every_minutes, False
-        # By the clock of process 0; with several processes an answer is a collective: it is asked every tenth step.
-        if minutes is not None and is_due(number, 10 if self._several else 1):
-            by_clock = bool(from_process_0(lambda: int(time.monotonic() - self._saved_at >= 60.0 * minutes)))
-        return by_clock or is_due(number, self._config.every)
-
-    def check(self) -> None:
-        """Look whether the save that is under way has failed; called after every step."""
-        try:
-            self._checkpointer.check()
-        except SaveError as error:
-            if self._several:
-                self._unheard = error
-            else:
-                self._note_failure(error)
-
-    def save(
-        self, number: int, state: TrainState, *, metadata: Mapping[str, Any], loss: float | None, score: float | None
-    ) -> bool:
-        """Begin to save a state; see `Checkpointer.save`. False where the step is saved already, or cannot be."""
-        self.settle(hurry=True)
-        other = None if self._owner is None else self._owner.other()
-        if self._config.directory is not None and not everyone(other is None):
-            raise StorageError(
-                f"{other or 'another start'} has taken over {self._checkpointer.directory}: this run stops and saves "
-                f"nothing more there; {self._left()}"
-            )
-        failure, began = None, False
-        try:
-            began = self._checkpointer.save(number, state, metadata=metadata, eval_loss=loss, score=score)
-        except SaveError as error:
-            failure = error
-        self._agree(failure)
-        self._saved_at = time.monotonic()
-        if failure is None:
-            self._pending, self._failure = number, None
-        return began
-
-    def settle(self, *, hurry: bool = False) -> bool:
-        """Wait until the last save is complete; unless in a hurry also verified and copied. False where it failed."""
-        failure, self._unheard = self._unheard, None
-        try:
-            self._checkpointer.settle() if hurry else self._checkpointer.wait()
-        except SaveError as error:
-            failure = error
-        pending, self._pending = self._pending, None
-        self._agree(failure)
-        if pending is not None and failure is None:
-            self._complete, self._failed_in_a_row = pending, 0
-        return self._failure is None
-
-    def wait(self, *, hurry: bool = False) -> None:
-        """Wait until the last save is complete: what follows relies on it."""
-        if not self.settle(hurry=hurry):
-            raise StorageError(f"{self._failure}; {self._left()}")
-
-    def close(self, *, hurry: bool = False, agrees: bool = True) -> None:
-        """Finish the last save, then release the threads; a second call raises nothing."""
-        try:
-            if agrees or not self._several:
-                self.wait(hurry=hurry)
-            else:
-                with contextlib.suppress(SaveError):  # another failure ends the run
-                    self._checkpointer.settle()
-        finally:
-            self._failure = None  # it is said once: what ends after it must end
-            self._checkpointer.release()
-
-    def _agree(self, failure: SaveError | None) -> None:
-        """Note a failure of this process, or of another one."""
-        if self._several and not everyone(failure is None) and failure is None:
-            raise StorageError(f"another process cannot save checkpoints, its message says why; {self._left()}")
-        if failure is not None:
-            self._note_failure(failure)
-
-    def _note_failure(self, failure: SaveError) -> None:
-        self._failure, self._pending = failure, None
-        self._failed_in_a_row += 1
-        with contextlib.suppress(CheckpointError):  # a store that does not answer: what was known stays known
-            self._complete = self._checkpointer.latest_step()
-        most = self._config.max_failed_in_a_row
-        if self._failed_in_a_row >= most:
-            count = "1 save" if most == 1 else f"{most} saves in a row"
-            raise StorageError(f"{failure}; {count} failed (checkpoint.max_failed_in_a_row), {self._left()}")
-        more = most - self._failed_in_a_row
-        self._report(f"{failure}; training goes on, {self._left()}, and stops after {more} more such saves in a row")
-
-    def _left(self) -> str:
-        return "no step is saved" if self._complete is None else f"step {self._complete} is saved"
+def shown_metrics(metrics: Scalars) -> list[str]:
+    """Metrics as people read them: `eval loss 1.234`."""
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if value is not None]
 
 
 @dataclass
 class Session:
-    """The parts of a run, made by `prepare.prepare_session`."""
+    """The parts of a run, made by `prepare_session` of `run.py`."""
 
     run: Run
     run_dir: Path
@@ -213,122 +50,111 @@ class Session:
     progress: Progress
     interrupt: Interrupt
     activity: Activity
-    is_over: bool  # an earlier process ended the run, and nothing is left to do
+    has_ended: bool  # no step is left
+    is_over: bool  # nor is anything else: an earlier process closed the run
     metrics: Scalars = field(default_factory=dict)  # of the last evaluation; of a run that is over, all of them
     evaluated: int | None = None
 
+    def final_metrics(self) -> Scalars:
+        """The last logged row with the last evaluation."""
+        return {**self.steps.row, **self.metrics}
 
-def final_metrics(session: Session) -> Scalars:
-    """The last logged row with the last evaluation."""
-    return {**session.steps.row, **session.metrics}
+    def close(self, status: str) -> None:
+        """Finish the last save, then close the files of the run with its status; a second call does nothing."""
+        self.steps.end()
+        try:
+            with self.record.spent.measure("saving"):
+                # A run that failed in one process agrees on nothing: the others are elsewhere.
+                agrees = status not in ("failed", "stopped")
+                self.saves.close(hurry=status == "preempted", agrees=agrees)
+        except StorageError:
+            self.record.close("failed", self.final_metrics(), self.progress)
+            raise
+        with self.activity.during("report"):
+            asked = self.interrupt.seconds_since
+            self.record.close(status, self.final_metrics(), self.progress, is_asked=lambda: bool(asked()))
 
+    def evaluate(self, number: int, state: TrainState) -> None:
+        """Evaluate the state after a step on the run's held-out rows, unless that was done."""
+        if self.run.data.validation is None or self.evaluated == number:
+            return
+        try:
+            with self.record.spent.measure("evaluation"):
+                self.metrics = self._evaluated(state)
+            self.evaluated = number
+            self.record.scalars(number, self.metrics)
+            self.progress.message(f"step {number}: {'  '.join(shown_metrics(self.metrics))}")
+            with self.activity.during("callback"):
+                self.watch.evaluated(number, self.metrics, state)
+        except StoppedWaiting:
+            self.stop(number, state)
+        except Exception:  # held-out rows that cannot be read, or do not fit; a callback
+            self.save_on_failure(number, state)
+            raise
 
-def shown_metrics(metrics: Scalars) -> list[str]:
-    """Metrics as people read them: `eval loss 1.234`."""
-    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if value is not None]
+    def _evaluated(self, state: TrainState) -> Scalars:
+        config, rows = self.run.config, self.run.data.validation
+        assert rows is not None
+        size, most = config.train.global_batch_size, config.evaluation.max_batches
+        batches = held_out_batches(config, rows, size=size, max_batches=most)
+        loaded = prefetch(self.run.step.loader(batches), 0, len(batches), depth=1)
+        try:
+            ticking = self.activity.ticking(self.interrupt.until_asked(loaded))
+            return flat_scalars(self.evaluator(state, ticking))
+        finally:
+            loaded.close()
 
+    def add_evaluation(self, number: int) -> None:
+        """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
+        loss = self.metrics.get("eval_loss") if self.evaluated == number else None
+        # A save may have failed; the wait for it says so.
+        if loss is not None and from_process_0(lambda: number in self.checkpointer.steps()):
+            self.checkpointer.add_eval_loss(number, loss, score=self.watch.score_after(number))
 
-def close_session(session: Session, status: str) -> None:
-    """Finish the last save, then close the files of the run with its status; a second call does nothing."""
-    session.steps.end()
-    try:
-        with session.record.spent.measure("saving"):
-            # A run that failed in one process agrees on nothing: the others are elsewhere.
-            agrees = status not in ("failed", "stopped")
-            session.saves.close(hurry=status == "preempted", agrees=agrees)
-    except StorageError:
-        session.record.close("failed", final_metrics(session), session.progress)
-        raise
-    with session.activity.during("report"):
-        asked = session.interrupt.seconds_since
-        session.record.close(status, final_metrics(session), session.progress, is_asked=lambda: bool(asked()))
+    def save(self, number: int, state: TrainState) -> None:
+        """Begin to save the state after a step, unless it was saved; callbacks that see saves wait for its end."""
+        if self._write(number, state) and self.watch.sees_saves and self.saves.settle():
+            self.watch.saved(number, state)
 
+    def _write(self, number: int, state: TrainState) -> bool:
+        """Begin a save; False where the step was saved already."""
+        record, score, began_at = self.record, self.watch.score_after(number), time.monotonic()
+        loss = self.metrics.get("eval_loss") if self.evaluated == number else None
+        with record.spent.measure("saving"):
+            saved = without_base(state, trained_leaves(self.run.step))
+            began = self.saves.save(number, saved, metadata=self.metadata, loss=loss, score=score)
+        if began:
+            record.update(save_seconds=round(time.monotonic() - began_at, 3))
+        return began
 
-def evaluate_state(session: Session, number: int, state: TrainState) -> None:
-    """Evaluate the state after a step on the run's held-out rows, unless that was done."""
-    if session.run.data.validation is None or session.evaluated == number:
-        return
-    try:
-        with session.record.spent.measure("evaluation"):
-            session.metrics = _evaluated(session, state)
-        session.evaluated = number
-        session.record.scalars(number, session.metrics)
-        session.progress.message(f"step {number}: {'  '.join(shown_metrics(session.metrics))}")
-        with session.activity.during("callback"):
-            session.watch.evaluated(number, session.metrics, state)
-    except StoppedWaiting:
-        stop_run(session, number, state)
-    except Exception:  # held-out rows that cannot be read, or do not fit; a callback
-        save_on_failure(session, number, state)
-        raise
+    def stop(self, number: int, state: TrainState) -> NoReturn:
+        """Save the state after a step and raise the error that ends the run with exit code 75."""
+        began = time.monotonic()
+        self.save(number, state)
+        self.saves.wait(hurry=True)
+        raise PreemptedError(
+            f"stopped after step {number} of {self.run.config.train.steps}; saved in {self.checkpointer.directory} "
+            f"in {time.monotonic() - began:.1f} s{self.interrupt.seconds_since()}: run again to go on"
+        )
 
+    @contextlib.contextmanager
+    def saving_on_failure(self, number: int, state: TrainState) -> Iterator[None]:
+        """Save the state where a callback fails, then raise its error."""
+        try:
+            with self.activity.during("callback"):
+                yield
+        except Exception:
+            self.save_on_failure(number, state)
+            raise
 
-def _evaluated(session: Session, state: TrainState) -> Scalars:
-    rows = held_out_batches(session.run)
-    loaded = prefetch(session.run.step.loader(rows), 0, len(rows), depth=1)
-    try:
-        batches = session.activity.ticking(session.interrupt.until_asked(loaded))
-        return flat_scalars(session.evaluator(state, batches))
-    finally:
-        loaded.close()
-
-
-def add_evaluation(session: Session, number: int) -> None:
-    """Add the result of an evaluation to the checkpoint of its step, which was saved before."""
-    loss = session.metrics.get("eval_loss") if session.evaluated == number else None
-    # A save may have failed; the wait for it says so.
-    if loss is not None and from_process_0(lambda: number in session.checkpointer.steps()):
-        session.checkpointer.add_eval_loss(number, loss, score=session.watch.score_after(number))
-
-
-def save_state(session: Session, number: int, state: TrainState) -> None:
-    """Begin to save the state after a step, unless it was saved; callbacks that see saves wait until it is complete."""
-    if _write(session, number, state) and session.watch.sees_saves and session.saves.settle():
-        session.watch.saved(number, state)
-
-
-def _write(session: Session, number: int, state: TrainState) -> bool:
-    """Begin a save; False where the step was saved already."""
-    record, score, began_at = session.record, session.watch.score_after(number), time.monotonic()
-    loss = session.metrics.get("eval_loss") if session.evaluated == number else None
-    with record.spent.measure("saving"):
-        saved = without_base(state, trained_leaves(session.run.step))
-        began = session.saves.save(number, saved, metadata=session.metadata, loss=loss, score=score)
-    if began:
-        record.update(save_seconds=round(time.monotonic() - began_at, 3))
-    return began
-
-
-def stop_run(session: Session, number: int, state: TrainState) -> NoReturn:
-    """Save the state after a step and raise the error that ends the run with exit code 75."""
-    began = time.monotonic()
-    save_state(session, number, state)
-    session.saves.wait(hurry=True)
-    raise PreemptedError(
-        f"stopped after step {number} of {session.run.config.train.steps}; saved in {session.checkpointer.directory} "
-        f"in {time.monotonic() - began:.1f} s{session.interrupt.seconds_since()}: run again to go on"
-    )
-
-
-@contextlib.contextmanager
-def saving_on_failure(session: Session, number: int, state: TrainState) -> Iterator[None]:
-    """Save the state where a callback fails, then raise its error."""
-    try:
-        with session.activity.during("callback"):
-            yield
-    except Exception:
-        save_on_failure(session, number, state)
-        raise
-
-
-def save_on_failure(session: Session, number: int, state: TrainState, *, says: bool = True) -> bool:
-    """Save the state after a step where something failed, and say so; False where that fails too."""
-    if jax.process_count() > 1:  # the others may be in no save
+    def save_on_failure(self, number: int, state: TrainState, *, says: bool = True) -> bool:
+        """Save the state after a step where something failed, and say so; False where that fails too."""
+        if jax.process_count() > 1:  # the others may be in no save
+            return False
+        with contextlib.suppress(Exception):
+            self._write(number, state)
+            self.saves.wait(hurry=True)
+            if says:
+                self.progress.message(f"step {number} is saved in {self.checkpointer.directory}: run again to go on")
+            return True
         return False
-    with contextlib.suppress(Exception):
-        _write(session, number, state)
-        session.saves.wait(hurry=True)
-        if says:
-            session.progress.message(f"step {number} is saved in {session.checkpointer.directory}: run again to go on")
-        return True
-    return False

@@ -56,21 +56,16 @@ def supervise(
     restarts: int,
     asked: threading.Event,
     how_ended: Callable[[int], str],
-    with_less: Callable[[], str | None] = lambda: None,
 ) -> int:
     """Start a run, and again after each failure that another start may get over, after 1, 2, 4 ... 60 s.
 
     Args:
-        start: runs the processes until they have ended; receives the number of restarts before, and whether one of
-            these starts left a trace, so that what the directory held before is not gone on with; gives the exit code.
+        start: runs the processes to their end, and gives the exit code; receives the number of restarts before, and
+            whether one of these starts left a trace, so that what the directory held before is not gone on with.
         run_dir: directory of the run; None: not known, since the processes are of a program.
         restarts: the largest number of restarts.
-        asked: set once the end was asked for by a signal.
+        asked: set once the end was asked for by a signal; where nothing runs then, the result is 75.
         how_ended: exit code -> words.
-        with_less: tries to go on with fewer processes; gives the words for it, or None where it may not.
-
-    Returns:
-        The exit code of the last end; 75 where a signal came while nothing ran.
     """
     number, in_a_row, last_failure = 0, 0, None
     first = reached = read_position(run_dir)
@@ -81,20 +76,18 @@ def supervise(
         if asked.is_set() or not is_restarted(code, has_trained=trained):
             return code
         in_a_row = 1 if reached.saved > before.saved else in_a_row + 1
-        failure, less = (code, reached.step), None
+        failure = code, reached.step
         what = f"jaxtrain: the run {how_ended(code)}" + (f" at step {reached.step}" if run_dir else "")
         if run_dir is not None and failure == last_failure:
-            less = with_less()
-            if less is None:
-                print_remark(f"{what}, twice in a row: it would fail there again, so it is not restarted")
-                return code
+            print_remark(f"{what}, twice in a row: it would fail there again, so it is not restarted")
+            return code
         if number == restarts:
             print_remark(f"{what} after {number} restart{'s' * (number != 1)}, which is what --restarts allows")
             return code
-        number, last_failure = number + 1, None if less else failure
+        number, last_failure = number + 1, failure
         wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)
         again = f" from step {reached.saved} (of {reached.step})" if run_dir else ""
-        print_remark(f"{what}; restart {number} of {restarts} in {wait} s{again}{f', {less}' if less else ''}")
+        print_remark(f"{what}; restart {number} of {restarts} in {wait} s{again}")
         if asked.wait(wait):
             return PreemptedError.exit_code
 

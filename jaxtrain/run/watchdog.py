@@ -29,10 +29,8 @@ WAITING_FOR_DATA, IN_STEP = "waiting for data", "step"
 _INTERRUPTED = 130
 _TICK_SECONDS = 1.0
 # Whoever waits in the same collective as the process that failed gets an error of the network too, a moment before or
-# after the reason is known.
-_REASON_SECONDS = 5.0
-# A process that failed by itself says its own line first.
-_OWN_ERROR_SECONDS = 2.0
+# after the reason is known; and a process that failed by itself says its own line first.
+_REASON_SECONDS, _OWN_ERROR_SECONDS = 5.0, 2.0
 # The end must not wait for a file system that hangs, nor for a terminal that nobody reads.
 _END_SECONDS, _WRITE_SECONDS = 10.0, 2.0
 # While a process starts, one call into C code can keep its other threads from running for a minute.
@@ -47,11 +45,8 @@ _LIMITS = {
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a process is doing: phase, step (from 1; 0 before the first), last step that is known to be done.
-
-    `since` is `time.monotonic()` when the phase began, or last made progress.
-    """
+class Doing:
+    """What a process does: its phase, step (0 before the first), last step done, and `time.monotonic()` since when."""
 
     phase: str
     step: int
@@ -60,17 +55,17 @@ class Moment:
 
 
 class Activity:
-    """Follows what the main thread does; the watchdog's thread reads `moment`, without a lock, as whole records."""
+    """Follows what the main thread does; the watchdog's thread reads `doing`, without a lock, as whole records."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.moment = Moment("start", 0, 0, clock())
+        self.doing = Doing("start", 0, 0, clock())
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Mark a block as a phase; afterwards the phase before it begins anew."""
-        before = self.moment.phase
+        before = self.doing.phase
         self._now(phase=phase)
         try:
             yield
@@ -94,7 +89,7 @@ class Activity:
     def finished(self, step: int, seconds: float) -> None:
         """Take note that a step is done, and of its wall time."""
         self._seconds.append(seconds)
-        self._now(step=max(step, self.moment.step), done=step)
+        self._now(step=max(step, self.doing.step), done=step)
 
     def begins_at(self, step: int) -> None:
         """Take note of the steps that were done before this process."""
@@ -107,24 +102,21 @@ class Activity:
 
     def status(self) -> dict[str, Any]:
         """What the other processes are told, as JSON values."""
-        moment = self.moment
-        seconds = round(self._clock() - moment.since, 3)
-        return {"phase": moment.phase, "step": moment.step, "done": moment.done, "seconds": seconds}
+        doing = self.doing
+        seconds = round(self._clock() - doing.since, 3)
+        return {"phase": doing.phase, "step": doing.step, "done": doing.done, "seconds": seconds}
 
     def _now(self, **changes: Any) -> None:
-        self.moment = replace(self.moment, since=self._clock(), **changes)
+        self.doing = replace(self.doing, since=self._clock(), **changes)
 
 
-def budget(config: WatchdogConfig, moment: Moment, *, median: float | None) -> tuple[float, str]:
-    """Seconds that a phase may take without progress, and the key that sets them.
-
-    `median` is the seconds of a usual step; None before the first step of this process is done.
-    """
-    key = _LIMITS.get(moment.phase, "other_seconds")
+def budget(config: WatchdogConfig, doing: Doing, *, median: float | None) -> tuple[float, str]:
+    """Seconds that a phase may take without progress, and the key that sets them; `median`: of a usual step."""
+    key = _LIMITS.get(doing.phase, "other_seconds")
     limit: float = getattr(config, key)
-    if moment.phase in (IN_STEP, WAITING_FOR_DATA) and median is not None:
+    if doing.phase in (IN_STEP, WAITING_FOR_DATA) and median is not None:
         limit = max(limit, _TIMES_MEDIAN * median)
-    elif moment.phase == IN_STEP:
+    elif doing.phase == IN_STEP:
         # The first step may load libraries, or choose among kernels.
         limit, key = max(limit, config.compile_seconds), "compile_seconds"
     return limit, f"watchdog.{key}"
@@ -137,10 +129,9 @@ def patience(config: WatchdogConfig, status: Mapping[str, Any]) -> float:
 
 def is_behind(own: Mapping[str, Any], peers: Sequence[Peer]) -> bool:
     """Whether this process waits in its step for another one, which is not there yet."""
-    if own["phase"] != IN_STEP:
-        return False
     known = [(peer.status["step"], peer.status["phase"]) for peer in peers if "step" in peer.status]
-    return any(step < own["step"] or (step == own["step"] and phase != IN_STEP) for step, phase in known)
+    behind = (step < own["step"] or (step == own["step"] and phase != IN_STEP) for step, phase in known)
+    return own["phase"] == IN_STEP and any(behind)
 
 
 class Watchdog:
@@ -196,7 +187,13 @@ class Watchdog:
         if self._left is not None and now - self._left[0] > _OWN_ERROR_SECONDS:
             left = self._left[1]
             self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
-        self._check(now)
+        # Another process that is to blame has a limit of its own.
+        doing, status = self._activity.doing, self._activity.status()
+        seconds = now - max(doing.since, self._woke)
+        limit, key = budget(self._config, doing, median=self._activity.median_seconds())
+        if seconds > limit and not is_behind(status, self._exchange.peers()):
+            who = f"{self._named(self._exchange.process)}: " if self._exchange.num_processes > 1 else ""
+            self._end(f"{who}no progress for {seconds:.0f} s {_place(status)} (limit: {key}={limit:g})", LOST)
 
     def _hear(self, one: News) -> None:
         if one.kind == "end":
@@ -206,19 +203,6 @@ class Watchdog:
             return
         status = next((peer.status for peer in self._exchange.peers() if peer.process == one.process), {})
         self._end(f"{self._named(one.process)} was lost, last heard of {_place(status)}: {one.text}", LOST)
-
-    def _check(self, now: float) -> None:
-        """End where the phase has lasted longer than it may, unless another process is to blame, which has a limit."""
-        moment, status = self._activity.moment, self._activity.status()
-        # Or since this process was stopped after the phase began.
-        seconds = now - max(moment.since, self._woke)
-        limit, key = budget(self._config, moment, median=self._activity.median_seconds())
-        if seconds <= limit or is_behind(status, self._exchange.peers()):
-            return
-        text = f"no progress for {seconds:.0f} s {_place(status)} (limit: {key}={limit:g})"
-        if self._exchange.num_processes > 1:
-            text = f"{self._named(self._exchange.process)}: {text}"
-        self._end(text, LOST)
 
     def _end(self, text: str, code: int) -> NoReturn:
         """Say why, write the stacks, tell the others, and end this process."""
@@ -243,11 +227,11 @@ class Watchdog:
         """Write the reason, what each process was doing, and the stack of every thread of this one."""
         own = Peer(self._exchange.process, socket.gethostname(), self._activity.status(), time.monotonic())
         lines = [text, "", "processes:"]
-        lines += [
-            f"  process {peer.process} (host {peer.host}): {_place(peer.status)} for {peer.status.get('seconds', 0)} "
-            f"s; last step done: {peer.status.get('done')}; heard {time.monotonic() - peer.heard:.0f} s ago"
-            for peer in sorted([own, *self._exchange.peers()], key=lambda peer: peer.process)
-        ]
+        for peer in sorted([own, *self._exchange.peers()], key=lambda peer: peer.process):
+            done, seconds = peer.status.get("done"), peer.status.get("seconds", 0)
+            what = f"{_place(peer.status)} for {seconds} s; last step done: {done}"
+            heard = f"heard {time.monotonic() - peer.heard:.0f} s ago"
+            lines.append(f"  process {peer.process} (host {peer.host}): {what}; {heard}")
         lines += ["", "threads of this process:"]
         lines += [f"  0x{thread.ident:016x} {thread.name}" for thread in threading.enumerate() if thread.ident]
         with suppress(OSError):  # the process ends anyway, and its line is out
@@ -283,15 +267,15 @@ def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
     try:
         yield activity
     except BaseException as error:
-        if _may_follow(error) and exchange.num_processes > 1:
+        if exchange.num_processes > 1 and _is_collective(error):
             watchdog.await_reason()
         watchdog.stop(*_farewell(error))
         raise
     watchdog.stop(0, "")
 
 
-def _may_follow(error: BaseException) -> bool:
-    """Whether an error may be the consequence of another process being lost: a collective failed."""
+def _is_collective(error: BaseException) -> bool:
+    """Whether an error may be the consequence of another process being lost."""
     import jax
 
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
@@ -300,10 +284,8 @@ def _may_follow(error: BaseException) -> bool:
 def _farewell(error: BaseException) -> tuple[int, str]:
     """Exit code and line with which a process that failed takes leave of the others."""
     line = " ".join(str(error).split())[:500]
-    if isinstance(error, PreemptedError):
-        return 0, ""
     if isinstance(error, UserError):
-        return error.exit_code, line
+        return (0, "") if isinstance(error, PreemptedError) else (error.exit_code, line)
     if isinstance(error, KeyboardInterrupt):
         return _INTERRUPTED, "Ctrl-C"
     return 1, f"{type(error).__name__}: {line}"

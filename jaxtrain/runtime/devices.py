@@ -151,15 +151,12 @@ def visible_gpus() -> list[str] | None:
     return [str(index) for index in range(len(files) or len(list(_DRIVER.iterdir())))]
 
 
-def gpu_shares(gpus: list[str], num_processes: int, *, must_divide: bool = True) -> list[dict[str, str]]:
-    """The environment (CUDA_VISIBLE_DEVICES) that gives each process its share of the GPUs, in their order.
-
-    Raises a ConfigError where they cannot be shared out equally, though some may be left over unless `must_divide`.
-    """
+def gpu_shares(gpus: list[str], num_processes: int) -> list[dict[str, str]]:
+    """The environment (CUDA_VISIBLE_DEVICES) that gives each process an equal share of the GPUs, in their order."""
     if not gpus:
         return [{} for _ in range(num_processes)]
     share, left = divmod(len(gpus), num_processes)
-    if not share or (left and must_divide):
+    if not share or left:
         works = " or ".join(str(count) for count in range(1, len(gpus) + 1) if len(gpus) % count == 0)
         raise ConfigError(
             f"--processes {num_processes}: {len(gpus)} GPU{'s' * (len(gpus) > 1)} of this machine cannot be shared out "

@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.run_folder import (
 )
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.session import take_folder
+from jaxtrain.run.saving import take_folder
 
 
 def test_an_address_has_one_form():
@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path
     """Or its former checkpoints would be the ones that are evaluated."""
     write_note(tmp_path, with_step(tmp_path / "elsewhere", 4), "an identity")
     here = with_step(tmp_path / "checkpoints", 4)
-    options = {"name": "a", "main": True, "report": print}
+    options = {"name": "a", "report": print}
     assert take_folder(CheckpointConfig(), tmp_path, resume="never", **options) == (here, None)
     assert checkpoint_folder(tmp_path) == tmp_path / "elsewhere"  # until what is there is moved aside
     assert take_folder(CheckpointConfig(), tmp_path, resume=None, **options) == (here, None)

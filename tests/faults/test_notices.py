@@ -19,7 +19,6 @@ import pytest
 from noticed_runs import fit, once, outcome
 
 import jaxtrain as jt
-from jaxtrain.runtime.cluster import watch_metadata
 
 PROGRAM = Path(__file__).parent / "noticed_runs.py"
 
@@ -182,23 +181,6 @@ def wait_for(condition: Any, seconds: float = 20) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return bool(condition())
-
-
-def test_what_is_a_notice(server: MetadataServer) -> None:
-    """A VM that migrates loses nothing, and a notice that stands at the start is not heard."""
-    server.values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-    heard: list[str] = []
-    stop = watch_metadata(heard.append)
-    try:
-        assert wait_for(lambda: len(server.asked) >= 2)
-        server.values["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
-        asked = len(server.asked)
-        assert wait_for(lambda: len(server.asked) >= asked + 3)
-        assert heard == []
-        server.values["preempted"] = "TRUE"
-        assert wait_for(lambda: heard == ["metadata server: preempted is TRUE"])
-    finally:
-        stop()
 
 
 def test_a_run_saves_at_a_notice_and_goes_on(tmp_path: Path, server: MetadataServer) -> None:

@@ -14,11 +14,9 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.commands.launch import how_ended
-from jaxtrain.run.supervise import is_restarted, read_position, resumed_words, supervise
+from jaxtrain.run.supervise import is_restarted, supervise
 
 KILLED = 128 + signal.SIGKILL
-# All at which a run saves.
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Catches a hang only.
 LONG_SECONDS = 200
 
@@ -95,34 +93,6 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
     assert line in (said or [""])[-1]
 
 
-def test_a_run_with_restarts_passes_on_every_signal_at_which_a_run_saves(monkeypatch, tmp_path):
-    class Child:
-        pid = 0
-
-        def __init__(self, *command: object, **options: object) -> None:
-            self.heard: list[int] = []
-
-        def send_signal(self, number: int) -> None:
-            self.heard.append(number)
-
-        def wait(self) -> int:
-            os.kill(os.getpid(), number)
-            time.sleep(0)
-            return 75 if self.heard else 128 + number
-
-        def poll(self) -> int:
-            return 0
-
-    monkeypatch.setattr("jaxtrain.commands.train.start_child", Child)
-    for number in HEARD:
-        assert main(["train", "quickstart", "--restarts", "2", "--run-dir", str(tmp_path)]) == 75, number.name
-
-
-def test_a_run_that_began_is_resumed_whatever_its_words_say():
-    words = resumed_words(["train", "x", "--resume", "never", "--resume=never"])
-    assert words == ["train", "x", "--resume", "auto", "--resume=auto"]
-
-
 # A program in place of python: it notes its start, then does what the word of this start says. The note is one write:
 # where PYTHONUNBUFFERED is set, print writes the line end apart, and the other process writes between the two.
 CHILD = """
@@ -189,7 +159,6 @@ def wait_until(condition: Callable[[], object], process: "subprocess.Popen[str]"
 
 
 USAGE = {
-    "fewer without restarts": ("launch --processes 2 --min-processes 1 -- train quickstart", "goes with --restarts"),
     "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "with train without"),
     "a mistake in the config": ("train quickstart train.stepz=3 --restarts 2", "did you mean 'train.steps'?"),
 }  # fmt: skip
@@ -275,23 +244,6 @@ def test_a_rank_that_is_killed_changes_no_bit_of_the_losses(tmp_path):
     assert "process 1 of 2 was ended by SIGKILL; stopping the others" in err
     assert list(rows(tmp_path / "killed")) == list(range(1, 25))
     assert rows(tmp_path / "killed") == rows(tmp_path / "undisturbed")
-
-
-@pytest.mark.long
-def test_a_killed_process_goes_on_with_fewer_devices(tmp_path):
-    """Two processes of two devices, of which one can no longer start: one process goes on."""
-    launched = ["launch", "--processes", "2", "--emulate", "2", "--restarts", "4", "--min-processes", "1"]
-    process = start(tmp_path, *launched, "--", "train", "tiny.yaml", "--run-dir", "run")
-    run_dir = tmp_path / "run"
-    wait_until(lambda: read_position(run_dir).saved >= 5, process)
-    # The second time before a further step: so it would fail there again.
-    pids = children(process)
-    os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: len(found := children(process)) == 2 and found != pids, process)
-    os.kill(children(process)[1], signal.SIGKILL)
-    err = finish(process)
-    assert "with 1 process instead of 2" in err
-    assert sorted(rows(run_dir)) == list(range(1, 25))
 
 
 @pytest.mark.long

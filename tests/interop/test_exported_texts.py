@@ -15,7 +15,7 @@ from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.prompts import text_ends
 from jaxtrain.interop.write import Origin, Texts, companions, write_published
 from jaxtrain.run.import_run import import_run
-from jaxtrain.run.open_model import open_served
+from jaxtrain.run.open_run import open_served
 from jaxtrain.run.published import exported_texts
 
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 32, "vocab_size": 288}

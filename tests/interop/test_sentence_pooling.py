@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.bert import read_sentence_head
 from jaxtrain.interop.families.table import read_settings
-from jaxtrain.run.open_model import open_served
+from jaxtrain.run.open_run import open_served
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "bert_base"
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}

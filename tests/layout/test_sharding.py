@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.rules import check_replicated_share
 from jaxtrain.layout.sharding import (
     Layout,
     constrain,
@@ -18,9 +19,7 @@ from jaxtrain.layout.sharding import (
     parameter_shardings,
     parameter_spec,
     use_layout,
-    with_parameters,
 )
-from jaxtrain.models.sharded import check_replicated
 
 TABLE = {
     "embedding": ("vocab", "embed"),
@@ -121,26 +120,16 @@ def test_factored_state_lies_as_the_dims_that_it_keeps():
     assert found["v/blocks/mlp_norm/scale"] == (None, "fsdp")
 
 
-BIG, SMALL = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((7, 9), jnp.float32)
-
-
-def guard(params, allowed, **degrees):
-    where = layout({}, **degrees)
-    check_replicated(params, with_parameters(where, params), allowed)
-
-
 def test_replicated_bytes():
-    guard({"a": BIG, "b": SMALL}, 0.02, fsdp=8)
-    guard({"b": SMALL}, 0.02, data=8)
-    params = {"a": BIG, "b": {"c": SMALL, "d": jax.ShapeDtypeStruct((33, 33), jnp.float32)}}
+    check_replicated_share({"b": 252}, 16636, 8, 0.02)
+    shares = {"b/c": 252, "b/d": 4356}
     with pytest.raises(ConfigError) as caught:
-        guard(params, 0.02, fsdp=8)
-    # (63 + 1089) of 5248 elements.
+        check_replicated_share(shares, 20992, 8, 0.02)
     assert str(caught.value) == (
         "22.0% of parameter bytes are replicated although parallel.fsdp=8 (largest: b/d, b/c); "
         "give them dims that divide, lower parallel.fsdp, or allow it with parallel.max_replicated_fraction=0.22"
     )
-    guard(params, 0.22, fsdp=8)
+    check_replicated_share(shares, 20992, 8, 0.22)
 
 
 def test_constrain_lays_out_what_divides_and_leaves_the_rest():

@@ -87,9 +87,10 @@ def test_the_first_loss_is_ln_2_and_the_file_is_by_row(whole):
         wanted = np.sum(np.asarray(logs)[data["inputs"], data["targets"]] * data["weights"], axis=-1)
         np.testing.assert_allclose(values, wanted, rtol=1e-5)
     rows = jt.ArrayRows({**HELD_OUT, "reference": validation})
-    run = jt.open_run(folder, model=bigrams(), task=jt.dpo())
-    assert run.evaluate(rows)["eval_loss"] == pytest.approx(result.metrics["eval_loss"])
+    found = jt.open_run(folder, model=bigrams(), task=jt.dpo()).evaluate(rows)["eval_loss"]
+    assert found == pytest.approx(result.metrics["eval_loss"])
     # A row of the model is one answer of a pair, and two rows have the shape of one pair.
+    run = jt.open_run(folder, model=bigrams(), task=jt.dpo())
     np.testing.assert_array_equal(run.predict(DATA["inputs"][:2, 0]), table(result)[DATA["inputs"][:2, 0]])
 
 
@@ -151,6 +152,21 @@ CONFIG = {
     "checkpoint": {"every": 2},
     "logging": {"every": 1, "report": False, "tensorboard": False},
 }
+
+
+@pytest.mark.long
+def test_the_runs_own_held_out_rows_are_evaluated_with_the_numbers_that_it_kept(tmp_path):
+    pairs = [{"prompt": f"{i}?", "chosen": f"It is {i}.", "rejected": f"No {i + 1}."} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = {**CONFIG["data"], "path": str(tmp_path / "pairs.jsonl"), "validation_fraction": 0.5}
+    more = {"data": data, "train": {"steps": 4, "global_batch_size": 8}}
+    result = jt.run_config({**CONFIG, **more}, run_dir=tmp_path / "run")
+    assert abs(result.metrics["eval_loss"] - np.log(2)) > 1e-6
+    found = jt.open_run(tmp_path / "run").evaluate()
+    assert found["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
+    (tmp_path / "run" / "reference.npz").write_bytes(b"of another run")
+    with pytest.raises(jt.CheckpointError, match="is missing, damaged or of another run"):
+        jt.open_run(tmp_path / "run").evaluate()
 
 
 ONE = ("train", "dpo.json", "--emulate", "2")

@@ -16,7 +16,6 @@ import pytest
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.data.permutation import evaluated_numbers
 from jaxtrain.data.sources.given import data_of
 from jaxtrain.data.stream import BatchStream
 
@@ -182,7 +181,7 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
     info = json.loads((tmp_path / "run.json").read_text())
     assert (info["status"], info["config"]["train"]["steps"]) == ("done", 6)
     assert info["from_python"]["model"] == "two layers"
-    assert info["from_python"]["optimizer"] == "ScaleByAdam"
+    assert info["from_python"]["optimizer"] == "an optax transformation"
     logged = {row["step"]: row["learning_rate"] for row in rows(tmp_path) if "loss" in row}
     # The rate of step k is that of k - 1 updates; float32.
     assert logged == pytest.approx({step: 1e-2 * (7 - step) / 6 for step in (1, 2, 4, 6)}, rel=1e-6)
@@ -195,16 +194,6 @@ def test_a_pass_is_over_all_rows_whoever_sets_the_batch(tmp_path: Path) -> None:
     batch = {"train.global_batch_size": 24, "logging.every": 1}
     result = fit(tmp_path, steps=None, epochs=1, batch_size=None, overrides=batch)
     assert (result.step, rows(tmp_path)[-1]["examples"]) == (4, 96)
-
-
-@pytest.mark.long
-def test_all_rows_that_are_given_are_evaluated(tmp_path: Path) -> None:
-    for limit in ({}, {"max_batches": 20}):
-        result = fit(tmp_path / str(len(limit)), validation=(X, Y), steps=1, batch_size=1, evaluation=limit)
-        a, b = (np.asarray(result.state.params[name]) for name in "ab")
-        right = (np.tanh(X @ a) @ b).argmax(-1) == Y
-        picked = evaluated_numbers(96, limit.get("max_batches"))
-        assert result.metrics["eval_accuracy"] == pytest.approx(right[picked].mean(), rel=1e-6)
 
 
 def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
@@ -262,7 +251,7 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
     assert fit(tmp_path, steps=3).step == 3
     assert list(losses(tmp_path)) == [1, 2, 3]
     for changes, words in (
-        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), r"optimizer ScaleByAdam -> Trace"),
+        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), "is of another optimizer"),
         (dict(clip_norm=1.0), r"clip_norm None -> 1\.0"),
         (dict(data=(X + 1, Y)), "trained on other data: sha256"),
     ):
@@ -290,14 +279,12 @@ WRONG = {
     ),
     "ragged": (dict(data={"inputs": [[1.0], [1.0, 2.0]], "targets": [0, 1]}), "'inputs' cannot become an array"),
     "no inputs": (dict(data={"targets": Y}), "has no entry 'inputs'"),
-    "an iterator of rows": (dict(data=iter(zip(X, Y, strict=True))), r"inputs \[8\], targets \[\], which is no number"),
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "an iterator to evaluate": (dict(validation=batches_of()), "validation is a generator; give {'inputs': x"),
-    "a share of 2": (dict(validation=2.0), "validation=2 is no share between 0 and 1"),
+    "a share of 2": (dict(validation=2.0), "validation=2 takes a share between 0 and 1"),
     "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
     "steps=0": (dict(steps=0), r"train\.steps is 0 \(jaxtrain.fit\)"),
-    "a mesh": (dict(mesh={"data": 8}), r"mesh is .*; write jaxtrain.make_mesh\(data=2, fsdp=4\)"),
     "a class": (dict(optimizer=optax.adam), "optimizer takes an optax transformation, not the function adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "model takes a jaxtrain.Model, not a Task"),
     "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
@@ -310,22 +297,6 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
             fit(tmp_path / "run", **changes)
         assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("checkpoints/*")), "nothing was trained"
-
-
-def test_a_stream_reads_each_batch_once() -> None:
-    """Batch 0 is read for its shapes, and is trained on all the same."""
-    stream = BatchStream(batches_of())
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = [stream.load(k, dict.fromkeys(COLUMNS, device)) for k in (0, 1, 4)]
-    wanted = [batch for batch, _ in zip(batches_of(), range(5), strict=False)]
-    for batch, k in zip(found, (0, 1, 4), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, batch, wanted[k])
-
-
-def test_rows_of_tokens_are_counted_as_tokens() -> None:
-    tokens = np.arange(40, dtype=np.int32).reshape(5, 8)
-    data = data_of((tokens, tokens), counts_tokens=True)
-    assert (data.unit, data.units_per_row, data.input_shape) == ("tokens", 8, (8,))
 
 
 def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path) -> None:
@@ -342,20 +313,6 @@ def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path) -> 
     arrays = {"image": images, "label": labels}
     with pytest.raises(jt.UserError, match=r"write fit\(columns=\{'inputs': 'image', 'targets': 'label'\}\)"):
         jt.fit(model, "classification", optax.sgd(0.1), data=arrays, run_dir=tmp_path / "other", **given)
-
-
-def test_the_rate_that_is_suggested_trains_and_the_test_ends_where_rates_diverge(tmp_path):
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(256, 8)).astype(np.float32)
-    rows = {"inputs": x, "targets": (x @ draw.normal(size=(8, 1))).astype(np.float32)}
-    model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 1))}, lambda params, x: x @ params["w"])
-    found = jt.find_learning_rate(model, "mse", optax.sgd, data=rows, batch_size=32, lowest=1e-4, highest=100.0)
-    # Gradient descent diverges from 2 / the largest eigenvalue of 2 x'x / n on.
-    limit = 1 / np.linalg.eigvalsh(x.T @ x / len(x))[-1]
-    assert limit / 100 < found.suggestion < limit
-    noise = {**rows, "targets": 1000 + 100 * draw.normal(size=(256, 1)).astype(np.float32)}
-    assert jt.find_learning_rate(model, "mse", data=noise, highest=1.0).suggestion > 1e-4
-    assert limit < found.rates[-1] < 100
 
 
 def test_a_run_starts_from_what_ran_or_was_opened(tmp_path: Path) -> None:

@@ -48,13 +48,6 @@ def test_a_killed_holder_leaves_the_directory_free(tmp_path, holder):
         assert f'"pid": {os.getpid()}' in (tmp_path / "run" / LOCK_NAME).read_text()
 
 
-def test_it_can_be_taken_again(tmp_path):
-    for _ in range(2):
-        with RunLock(tmp_path / "runs" / "a"), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-            RunLock(tmp_path / "runs" / "a").__enter__()
-    assert (tmp_path / "runs" / "a").stat().st_mode & 0o777 == 0o750
-
-
 def test_a_holder_without_a_note_and_a_file_in_the_way(tmp_path):
     with RunLock(tmp_path):
         (tmp_path / LOCK_NAME).write_text("")

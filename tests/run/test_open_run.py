@@ -1,16 +1,19 @@
 """`jaxtrain.open_run`: predictions are those of the model, curves need no checkpoint, mistakes are one line."""
 
 import shutil
-import subprocess
-import sys
 
 import grain
 import jax
 import numpy as np
+import optax
 import pytest
+from optax.contrib import schedule_free_sgd
 
 import jaxtrain as jt
+from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
+from jaxtrain.run.directory import TOKENIZER_DIGEST, TOKENIZER_FILE
+from jaxtrain.run.published import keep_tokenizer, read_tokenizer
 
 CONFIG = {
     "task": "classification",
@@ -115,7 +118,6 @@ WRONG = {
     "one row": (of_rows(lambda inputs: inputs[0]), "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
     "no rows": (of_rows(lambda inputs: inputs[:0]), "the data has no rows"),
     "two sets": (of_rows(lambda _: jt.open_data({"kind": "digits"})), "write run.predict(data.validation), or"),
-    "no inputs": (of_rows(lambda inputs: jt.ArrayRows({"x": inputs})), "the rows hold x, weights; predict reads"),
 }
 
 
@@ -126,40 +128,6 @@ def test_a_mistake_is_one_line(trained, name):
         call(trained.run_dir)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.long
-def test_curves_need_neither_jax_nor_a_checkpoint(copied):
-    shutil.rmtree(copied / "checkpoints")
-    program = (
-        "import sys, jaxtrain as jt\n"
-        f"run = jt.open_run({str(copied)!r})\n"
-        "assert run.history['step'].tolist() == [1, 2, 3, 4], run.history\n"
-        "assert run.metrics['step'] == 4 and 0 < run.metrics['eval_accuracy'] <= 1, run.metrics\n"
-        "assert run.plot('loss').axes and run.status == 'done' and run.checkpoints == []\n"
-        "assert 'checkpoints: none' in repr(run)\n"
-        "assert 'jax' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*; the run saves one at its end or on a signal"):
-        jt.open_run(copied).predict(np.ones((2, 8, 8, 1)))
-
-
-def test_history_has_one_row_per_step_and_the_later_one(copied):
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "loss": 7.5}\n{"step": 5, "loss": null, "sample": "a"}\n{"step": 6, "lo')
-    history = jt.open_run(copied).history
-    assert history["step"].tolist() == [1, 2, 3, 4, 5]
-    assert history["loss"][2] == 7.5
-    assert np.isnan(history["loss"][4])
-    assert np.isnan(history["eval_loss"]).tolist() == [True, False, True, False, True]
-    assert "sample" not in history
-    assert {len(column) for column in history.values()} == {5}
-    (panel, _) = jt.open_run(copied).plot().axes
-    (same,) = jt.open_run(copied).plot("eval_loss", "loss").axes
-    assert [line.get_label() for line in same.lines] == [line.get_label() for line in panel.lines]
-    assert [len(line.get_xdata()) for line in panel.lines] == [4, 2]
 
 
 @pytest.mark.long
@@ -246,6 +214,48 @@ def test_tokens_of_any_length_and_text(tmp_path):
         (ids.astype(np.float32), "takes integers tokens"),
         (np.zeros((2, 40), np.int32), "40 tokens per row and the model 16 positions"),
     ):
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(UserError) as caught:
             run.predict(wrong)
         assert line in str(caught.value)
+
+
+OPTIMIZERS = {
+    "lookahead in a chain": lambda: optax.chain(optax.clip(1.0), jt.lookahead(optax.adam(0.1), sync_period=4)),
+    "schedule-free": lambda: schedule_free_sgd(0.5),
+}
+
+
+# The names of parameters may hold a slash.
+@pytest.mark.parametrize("name", ["lookahead in a chain", pytest.param("schedule-free", marks=pytest.mark.long)])
+def test_an_opened_run_has_the_weights_of_its_evaluation(name, tmp_path):
+    model = jt.from_functions(
+        lambda key: {"linear/w": jax.numpy.full((4, 2), 0.1), "linear/b": jax.numpy.zeros(2)},
+        lambda params, inputs: inputs @ params["linear/w"] + params["linear/b"],
+    )
+    x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
+    settings = dict(steps=7, batch_size=32, logging={"report": False, "tensorboard": False})
+    data = {"inputs": x, "targets": (x.sum(axis=1) > 0).astype(np.int32)}
+    result = jt.fit(model, jt.classification(), OPTIMIZERS[name](), data=data, run_dir=tmp_path, **settings)
+    wanted = result.state.evaluation_params
+    opened = jt.open_run(tmp_path, model=model, task=jt.classification())
+    fresh = jt.make_train_step(model, jt.classification(), optax.sgd(0.1)).init(0, params=str(tmp_path))
+    for found in (opened.params, fresh.params):
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert not np.array_equal(wanted["linear/b"], result.state.params["linear/b"])
+
+
+def test_a_tokenizer_that_is_damaged_or_gone(tmp_path):
+    tokenizer, path = ByteTokenizer(["<a>"]), tmp_path / TOKENIZER_FILE
+    info = {TOKENIZER_DIGEST: keep_tokenizer(tmp_path, tokenizer)}
+    found = read_tokenizer(tmp_path, info)
+    assert isinstance(found, ByteTokenizer)
+    assert found.special == ("<a>",)
+    path.write_text('{"jaxtrain_tokenizer": "byte", "special": ["<x>"]}')
+    for state in ("is damaged, or not the run's", "is gone"):
+        with pytest.raises(
+            DataError, match=rf"tokenizer\.json {state}.*; run 'jaxtrain train .*' again, which writes it"
+        ):
+            read_tokenizer(tmp_path, info)
+        path.unlink(missing_ok=True)
+    assert keep_tokenizer(tmp_path, tokenizer) == info[TOKENIZER_DIGEST]
+    assert load_tokenizer(path).vocab_size == tokenizer.vocab_size

@@ -233,28 +233,18 @@ def published(tmp_path):
     return copy
 
 
-HEADS = ("bert_sequence", "bert_base")
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", HEADS)
-def test_a_published_model_reads_texts(name, published, tmp_path, cli):
-    folder = published(name)
+def test_a_published_model_reads_texts(published, tmp_path, cli):
+    folder = published("bert_sequence")
     texts = ["one two", "three", "four three two one"]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
     answer = cli("predict", str(folder), str(tmp_path / "texts.txt"))
     assert answer.code == 0, answer.err
-    rows = parsed(answer.out)
     pretrained = jt.load_pretrained(folder)
-    for row, text in zip(rows, texts, strict=True):
+    for row, text in zip(parsed(answer.out), texts, strict=True):
         ids = [2, *(WORDS.index(word) for word in text.split()), 3]
         outputs, _ = pretrained.model.apply(pretrained.params, {}, np.array([ids]), key=None, train=False)
-        if name == "bert_base":
-            found = [float(value) for key, value in row.items() if key != "row"]
-            # Padding is masked and adds zeros; the sums of float32 are in another order.
-            np.testing.assert_allclose(found, outputs[0], rtol=1e-4, atol=1e-5)
-        else:
-            assert row["class"] == f"label {int(np.argmax(outputs[0]))}"
+        assert row["class"] == f"label {int(np.argmax(outputs[0]))}"
 
 
 def test_a_model_from_python_is_given_again_and_its_task_decides(tmp_path):

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
 from training_runs import TINY, environment, losses, rows, run_process, saved_arrays, write_config
 
@@ -168,6 +166,8 @@ SOMETHING_ELSE: list[tuple[dict[str, Any], type[jt.UserError], str]] = [
     (dict(model__embed_dim=64), jt.CheckpointError, "of another model: .* arrays differ"),
     (dict(optimizer__kind="sgd"), jt.CheckpointError, "of another optimizer"),
     (dict(optimizer__ema_decay=None), jt.CheckpointError, "of another moving average: .*ema_decay 0.9 -> None"),
+    (dict(spikes={}), jt.CheckpointError, "of another kind: .*spikes.*; set it back"),
+    (dict(precision__policy="fp16"), jt.CheckpointError, "of another kind: .*loss_scale.*; set it back"),
     (dict(seed=1), jt.ConfigError, "another configuration: seed 0 -> 1, which no resume"),
     (dict(data__sequence_length=16), jt.DataError, "other data"),
 ]
@@ -229,24 +229,9 @@ def test_two_runs_set_aside_within_a_second_both_stay(tmp_path: Path) -> None:
     """With all that is theirs."""
     for content in ("first", "second"):
         (tmp_path / "run.json").write_text(content)
-        for part in ("checkpoints/1", "nonfinite"):
-            (tmp_path / part).mkdir(parents=True)
+        (tmp_path / "checkpoints" / "1").mkdir(parents=True)
         folder = set_aside(tmp_path)
         assert folder is not None
         assert [path.name for path in tmp_path.iterdir()] == ["previous"]
-        assert (folder / "nonfinite").is_dir()
     kept = sorted((tmp_path / "previous").iterdir())
     assert [(path / "run.json").read_text() for path in kept] == ["first", "second"]
-
-
-def test_a_loss_scale_comes_and_goes(tmp_path: Path) -> None:
-    """A run that diverges under fp16 is told to use bf16: its parameters and moments are the same."""
-    draw = np.random.default_rng(0)
-    data = (draw.normal(size=(32, 4)).astype(np.float32), draw.normal(size=(32, 2)).astype(np.float32))
-    model = jt.from_functions(lambda key: {"w": jax.numpy.ones((4, 2))}, lambda params, x: x @ params["w"])
-    logging = {"every": 1, "tensorboard": False, "report": False}
-    for steps, policy, scale in ((1, "fp32", None), (2, "fp16", 2.0**15), (3, "bf16", None)):
-        settings: dict[str, Any] = dict(steps=steps, batch_size=8, policy=policy, resume="auto", logging=logging)
-        state = jt.fit(model, jt.regression(), optax.sgd(0.1), data=data, run_dir=tmp_path, **settings).state
-        assert (None if state.loss_scale is None else float(state.loss_scale.scale)) == scale
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]

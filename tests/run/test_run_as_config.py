@@ -52,16 +52,6 @@ def test_other_settings_do_not_go_on_in_silence(run_dir):
         jt.run_config(run_dir, overrides={"optimizer.learning_rate": 1.0})
 
 
-def test_commands_take_it(cli, run_dir):
-    for words, said in (
-        (("config", "--only", "optimizer"), "0.05"),
-        (("plan", "--on", "h100x8", "--analytic"), "NVIDIA H100"),
-    ):
-        answer = cli(words[0], str(run_dir), *words[1:])
-        assert answer.code == 0, answer.err
-        assert said in answer.out
-
-
 OWN = {"model": "Mine", "task": None, "data": None}
 
 
@@ -73,9 +63,3 @@ def test_parts_from_python_are_not_replaced_by_the_config(cli, run_dir, tmp_path
         assert answer.code == code
         said = "came from Python (Mine)" if code == 0 else "was trained with a model from Python (Mine)"
         assert said in answer.err.splitlines()[-1]
-
-
-def test_a_damaged_record_is_one_line(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"run.json holds no config; it was not written by jaxtrain, or is damaged"):
-        load_config(tmp_path)

@@ -118,7 +118,7 @@ WRONG_SETTINGS = {
 
 
 WRONG = {
-    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "evaluation.every is null"),
+    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "every is null; set every"),
     "a rate alone": (lambda: jt.run_config(DIGITS, learning_rate=0.1), "optimizer=, which is not given"),
     "an optimizer": (lambda: jt.run_config(DIGITS, optimizer=0.1), "write optax.adamw"),  # pyright: ignore
 }
@@ -142,9 +142,9 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path) -> None:
         return jt.run_config({**DIGITS, **settings}, run_dir=tmp_path, overrides={"train.steps": steps}, **own)
 
     run(2, optimizer=optax.lion(1e-3), learning_rate=1e-3)
-    assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "ScaleByLion"
+    assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "an optax transformation"
     assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)
-    with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python \(ScaleByLion\).*optimizer=\.\.\."):
+    with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python.*optimizer=\.\.\."):
         run(3)
     assert run(3, optimizer=optax.lion(1e-3), resume="must").metrics["learning_rate"] == pytest.approx(1e-3)
 
@@ -183,13 +183,3 @@ def test_what_a_callback_logs_is_in_the_metrics_and_the_events(tmp_path: Path) -
     kinds = {(event.step, one.tag): one.WhichOneof("value") for event in events for one in event.summary.value}
     assert {kinds[4, name] for name in ("params/w", "errors")} == {"histo"}
     assert (kinds[2, "rate"], kinds[4, "picture"]) == ("simple_value", "image")
-
-
-def test_what_a_callback_may_not_do_is_one_line(tmp_path: Path) -> None:
-    for act, message in (
-        (lambda moment: True, 'on_step of a callback returned True; return "stop", or'),
-        (lambda moment: moment.log({"loss": 1.0}), "'loss' is a metric of the run"),
-        (lambda moment: moment.log({"x": np.ones((2, 3, 4))}), "ravel"),
-    ):
-        with pytest.raises(jt.ConfigError, match=message):
-            fit(tmp_path, callbacks=[jt.Callback(on_step=act)], resume="never")  # pyright: ignore

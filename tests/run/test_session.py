@@ -2,21 +2,15 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from training_runs import TINY, rows, write_config
 
 import jaxtrain as jt
 from jaxtrain.cli import main
-from jaxtrain.config import load_config
-from jaxtrain.data import prepare_tokens
 from jaxtrain.plan.hardware import measured_cpu
 from jaxtrain.plan.targets import target_of
 from jaxtrain.runtime.compiler import choose_options
@@ -100,12 +94,10 @@ BAD = {
         2,
         "heads .* is 2, which does not divide by tensor=4",
     ),
-    "devices left over": (["parallel.data=2"], 2, "makes 2, which is not the number of devices"),
     "empty file": (["data.path=empty.txt"], 3, "empty.txt"),
     "corrupt line": (["data.kind=jsonl", "data.path=bad.jsonl"], 3, "bad.jsonl:2"),
     "model of other data": (["model.kind=mlp"], 2, "model.kind=mlp does not take the tokens of data.kind=text"),
     "missing file": (["data.path=none.txt"], 3, "none.txt does not exist"),
-    "token out of range": (["data={kind: tokens, path: shards}"], 3, "shards/.* 300"),
     "unknown frozen parameter": (["optimizer.freeze=[nothing]"], 2, "'nothing' matches no parameter"),
     "unknown tensor to keep": (["remat.policy=names", "remat.names=[nothing]"], 2, "remat.names is 'nothing'"),
 }
@@ -117,7 +109,6 @@ def test_bad_input_is_one_line_with_its_exit_code(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
-    write_shards(tmp_path / "shards")
     config = write_config(tmp_path)
     for overrides, code, words in BAD.values():
         assert main(["train", str(config), "--run-dir", "run", *overrides]) == code
@@ -126,46 +117,3 @@ def test_bad_input_is_one_line_with_its_exit_code(
         assert [line for line in lines if line.startswith("jaxtrain: ")] == lines[-1:]
         assert re.search(words, lines[-1]), lines[-1]
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def write_shards(folder: Path) -> None:
-    """Token shards of a vocabulary of 256 with one id of 300 patched into them."""
-    text = folder.parent / "long.txt"
-    text.write_text("some text that is long enough " * 100)
-    prepared = load_config({"data": {"kind": "text", "path": str(text), "tokenizer": {"kind": "byte"}}})
-    prepare_tokens(prepared.config.data, folder, tokens_per_shard=10_000)  # type: ignore[arg-type]
-    shard = next(folder.glob("*.bin"))
-    ids = np.fromfile(shard, np.uint16)
-    ids[1234] = 300
-    ids.tofile(shard)
-
-
-INPUTS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-DATA = (INPUTS, INPUTS[:, :4].argmax(1))
-
-
-def train_linear(folder, steps, seed):
-    model = jt.from_functions(lambda key: {"w": jnp.zeros((8, 4))}, lambda params, inputs: inputs @ params["w"])
-    result = jt.fit(
-        model,
-        jt.classification(),
-        optax.adam(0.1),
-        data=DATA,
-        validation=0.25,
-        steps=steps,
-        batch_size=16,
-        seed=seed,
-        run_dir=folder,
-        checkpoint={"every": 2},
-        evaluation={"every": 3},
-        logging={"report": False, "tensorboard": False},
-    )
-    return result.step, result.metrics["loss"], result.metrics["eval_loss"]
-
-
-@pytest.mark.long
-def test_two_runs_in_two_threads(tmp_path):
-    alone = [train_linear(tmp_path / f"alone{seed}", 8, seed) for seed in (1, 2)]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda seed: train_linear(tmp_path / str(seed), 8, seed), (1, 2)))
-    assert found == alone

@@ -11,7 +11,6 @@ import jaxtrain as jt
 from jaxtrain.metrics.writers import JsonlWriter
 from jaxtrain.run.run import Result
 from jaxtrain.runtime.files import write_json_atomic
-from jaxtrain.train.state import EvaluationState
 
 NAME = "mine"
 
@@ -37,15 +36,11 @@ def records(tmp_path_factory):
         "Model": model,
         "ShardedModel": step.sharded_model,
         "TrainStep": step,
-        "Task": task,
         "Data": data,
         "Batches": jt.Batches(data.train, 32, seed=0, shuffle=True),
         "Result": Result(folder, state, {}, 3),
         "Run": jt.open_run(folder),
         "TrainState": state,
-        "abstract state": step.abstract_state,
-        "shardings": step.state_shardings,
-        "EvaluationState": EvaluationState(state.params, {}),
     }
 
 
@@ -54,15 +49,11 @@ SAYS = {
     "Model": ["512 parameters in 1 array"],
     "ShardedModel": ["512 parameters", "data=2 fsdp=4", "fp32"],
     "TrainStep": [f"for {NAME!r}", "data=2 fsdp=4"],
-    "Task": [NAME],
     "Data": ["1,438 training rows, 359 held out, inputs [8, 8, 1], 10 outputs"],
     "Batches": ["32 of 1,438 rows, shuffled", "inputs float32[32, 8, 8, 1]", "targets int32[32]"],
     "Result": ["running (7 steps)", "loss 0.33333"],
     "Run": ["running (7 steps)", "step 3", "checkpoints: none"],
     "TrainState": ["1 arrays of parameters, 3 of optimizer state"],
-    "abstract state": ["1 arrays of parameters"],
-    "shardings": ["1 arrays of parameters"],
-    "EvaluationState": [],
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxtrain.config.schema import WatchdogConfig
 from jaxtrain.run import loop, watchdog
-from jaxtrain.run.watchdog import Activity, Moment, Watchdog, budget, is_behind, patience
+from jaxtrain.run.watchdog import Activity, Doing, Watchdog, budget, is_behind, patience
 from jaxtrain.runtime.heartbeats import Exchange, Peer
 
 LIMITS = WatchdogConfig(
@@ -40,7 +40,7 @@ def test_every_phase_has_its_limit():
         ("evaluation", 2.0, 6, "other_seconds"),
         ("saving", 2.0, 7, "save_seconds"),
     ):
-        assert budget(LIMITS, Moment(phase, 1, 0, 0.0), median=median) == (seconds, f"watchdog.{key}")
+        assert budget(LIMITS, Doing(phase, 1, 0, 0.0), median=median) == (seconds, f"watchdog.{key}")
     # A process that starts may be silent for longer.
     for status, seconds in (({}, 16), ({"phase": "reading data"}, 16), ({"phase": "step"}, 8)):
         assert patience(LIMITS, status) == seconds
@@ -70,21 +70,21 @@ def test_an_activity_follows_steps_and_phases():
     activity.begins_at(4)
     batches = activity.fed(iter(["a", "b"]), first=5)
     assert next(batches) == "a"
-    assert activity.moment == Moment("step", 5, 4, 100.0)
+    assert activity.doing == Doing("step", 5, 4, 100.0)
     clock.now += 2
     activity.finished(5, seconds=2.0)
-    assert activity.moment == Moment("step", 5, 5, 102.0)
+    assert activity.doing == Doing("step", 5, 5, 102.0)
     clock.now += 0.25  # work between the steps
     assert next(batches) == "b"
     with activity.during("saving"):
         clock.now += 30
         assert activity.status()["phase"] == "saving"
         assert activity.status()["seconds"] == 30
-    assert activity.moment == Moment("step", 6, 5, 132.25)
+    assert activity.doing == Doing("step", 6, 5, 132.25)
     activity.finished(6, seconds=4.0)
     with pytest.raises(StopIteration):
         next(batches)
-    assert activity.moment.phase == "waiting for data"
+    assert activity.doing.phase == "waiting for data"
     assert activity.median_seconds() == 3.0
 
 

@@ -46,15 +46,6 @@ def test_prices_are_learned_in_few_steps_and_predicted_as_prices(tmp_path):
     np.testing.assert_allclose(scale, [100_000, 30_000 * 1.25**0.5], rtol=0.2)
 
 
-def test_a_scale_that_fits_no_output_is_refused(tmp_path):
-    numbers = table(tmp_path, 2)
-    numbers["model"]["output_scale"] = {"mean": [0.0, 1.0], "deviation": [1.0]}
-    classes = {"task": "classification", "model": numbers["model"], "data": {"kind": "digits"}}
-    for config, said in ((numbers, "mean has 2 numbers, not one or 1"), (classes, "and task=classification has none")):
-        with pytest.raises(jt.ConfigError, match=rf"model\.output_scale.*{said}"):
-            jt.run_config(config, run_dir=tmp_path / "run")
-
-
 LENGTH = 48
 
 
