@@ -18,6 +18,7 @@ from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.model import ModelConfig
 from jaxtrain.config.schema import EvaluationConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data import Data
@@ -259,10 +260,7 @@ def prepare_session(
         resumed = choose_start(checkpointer, given.resume)
         metadata, meter = run_metadata(run, given), run_meter(run, own_model=given.model is not None)
         if resumed is None:
-            notes = []
-            if given.model is None:
-                check_fits(run.config.model)
-                notes = fresh_notes(run.config.model)
+            notes = [] if given.model is not None else _published_notes(run.config.model)
         else:
             may_change = given.resume is not None
             changes = check_resumed(checkpointer, run.step, metadata, run_dir=run_dir, may_change=may_change)
@@ -323,6 +321,11 @@ def prepare_session(
             metrics=logged,
             evaluated=start if "eval_loss" in logged else None,
         )
+
+
+def _published_notes(config: ModelConfig) -> list[str]:
+    check_fits(config)
+    return fresh_notes(config)
 
 
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
