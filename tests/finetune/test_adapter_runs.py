@@ -183,7 +183,8 @@ def test_every_start_is_found_again(tmp_path: Path, start: str, base: str | None
 @pytest.mark.long
 def test_a_head_that_is_drawn_anew_is_trained_and_saved(tmp_path: Path) -> None:
     """In bf16, where what is frozen is stored in bf16 and what is trained in float32."""
-    tree, _ = jax.jit(model().init)(jax.random.key(5))
+    with Checkpointer(tmp_path / "base") as checkpointer:
+        checkpointer.save(0, {"params": jax.jit(model().init)(jax.random.key(5))[0]}, metadata={})
     classifier = jt.build_model(
         {"kind": "transformer", **MODEL, "causal": False, "head": {"kind": "sequence", "num_labels": 4}},
         input_shape=(32,),
@@ -197,17 +198,17 @@ def test_a_head_that_is_drawn_anew_is_trained_and_saved(tmp_path: Path) -> None:
         batch_size=8,
         mesh=jt.make_mesh(data=1, devices=jax.devices()[:1]),
         policy="bf16",
-        params=tree,
+        params=tmp_path / "base",
         skip=["head/*", "output"],
         finetune={"lora": {"rank": 2}},
         logging={"report": False, "tensorboard": False},
-        run_dir=tmp_path,
+        run_dir=tmp_path / "run",
     )
-    with Checkpointer(tmp_path / "checkpoints", read_only=True) as checkpointer:
+    with Checkpointer(tmp_path / "run" / "checkpoints", read_only=True) as checkpointer:
         saved = {name for name in checkpointer.info(2).leaves if name.startswith("params.")}
     assert {name for name in saved if "lora" not in name} == {"params.head.output.bias", "params.head.output.kernel"}
     assert result.state.params["embedding"].dtype == np.dtype("bfloat16")
-    assert same(jt.open_run(tmp_path, model=classifier).params, result.state.params)
+    assert same(jt.open_run(tmp_path / "run", model=classifier).params, result.state.params)
 
 
 def test_gpt3_with_rank_4_on_query_and_value_trains_what_the_formula_counts() -> None:
