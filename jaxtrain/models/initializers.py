@@ -107,7 +107,7 @@ def follow(traced: Any, key: jax.Array) -> list[np.ndarray]:
 
 def _follows(equation: Any) -> bool:
     """Whether NumPy gives the bits of an equation's results."""
-    name = equation.primitive.name
+    name, params = equation.primitive.name, equation.params
     given, into = ([variable.aval.dtype for variable in some] for some in (equation.invars, equation.outvars))
     match name:
         case "add":
@@ -116,6 +116,8 @@ def _follows(equation: Any) -> bool:
             return given[0] in (np.float32, np.int32, np.uint32) and jnp.issubdtype(into[0], jnp.floating)
         case "broadcast_in_dim":
             return not _is_key(into[0])
+        case "random_wrap":
+            return params["impl"].name == _THREEFRY
         case _:
             return name in (*_CALLS, "unstack") or name in _RULES
 
@@ -128,7 +130,7 @@ def _evaluate(traced: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
     def value_of(variable: Any) -> np.ndarray:
         if not hasattr(variable, "val"):  # which only literals have
             return values[variable]
-        return np.asarray(variable.val, variable.aval.dtype)
+        return _words(variable.val) if _is_key(variable.aval.dtype) else np.asarray(variable.val, variable.aval.dtype)
 
     for equation in program.eqns:
         given = [value_of(variable) for variable in equation.invars]
@@ -205,7 +207,11 @@ def _transpose(params: Any, into: Any, x: np.ndarray) -> np.ndarray:
 
 def _words(value: Any) -> np.ndarray:
     """A constant of a program as NumPy holds it: of a key, its words."""
-    return np.asarray(jax.random.key_data(value) if _is_key(getattr(value, "dtype", None)) else value)
+    here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+    is_key = _is_key(getattr(value, "dtype", None))
+    if not here or (is_key and str(jax.random.key_impl(value)) != _THREEFRY):
+        raise CannotFollowError("a constant that is not whole here, or keys of another kind")
+    return np.asarray(jax.random.key_data(value) if is_key else value)
 
 
 def _is_key(dtype: Any) -> bool:

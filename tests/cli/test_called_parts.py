@@ -136,7 +136,7 @@ def test_the_run_is_evaluated_by_the_command_and_opened_by_python(run, here, cli
     assert opened.predict(np.zeros((3, 2, 4))).shape == (3, 4)
     assert jt.load_config(str(run)).config.task == load_config("mine.yaml").config.task
     other = jt.open_run(run, overrides={"data": {"call": "my_package.more:rows"}})
-    with pytest.raises(jt.DataError, match=r"no held-out rows; let the function of data.call=my_package.more:rows"):
+    with pytest.raises(jt.DataError, match="no held-out rows"):
         other.evaluate()
 
 

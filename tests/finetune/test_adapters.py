@@ -187,7 +187,7 @@ def test_kernels_of_users_models_get_adapters_by_path(name: str) -> None:
         pytest.param(
             lambda: model(experts=dict(num_experts=2, experts_per_token=1)),
             dict(targets=("up",)),
-            "'up' matches blocks/mlp/up of the experts",
+            "'up' matches no linear layer of the model transformer; there are key",
             id="an expert",
         ),
         pytest.param(model, dict(train_also=("haed/*",)), "train_also: 'haed/", id="train also"),

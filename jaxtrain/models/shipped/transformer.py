@@ -52,7 +52,8 @@ def check_entries(inputs: Any, kind: str, *, needs: tuple[str, ...], takes: tupl
     known = (*needs, *takes)
     fits = isinstance(inputs, dict) and set(needs) <= set(inputs) <= set(known)
     if not fits or not all(jnp.issubdtype(value.dtype, jnp.integer) for value in jax.tree.leaves(inputs)):
-        raise ConfigError(f"the {kind} takes integers {', '.join(known)} [B, L], not {shown(inputs)}")
+        found = ", ".join(inputs) if isinstance(inputs, dict) else shown(inputs)
+        raise ConfigError(f"the {kind} takes integers {', '.join(known)} [B, L], not {found}")
 
 
 def _read(inputs: Any, config: TransformerConfig) -> dict[str, jax.Array]:
