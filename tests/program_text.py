@@ -106,7 +106,7 @@ def crosses(collective: Collective, mesh: Mesh, axis: str) -> bool:
 def unordered(text: str) -> list[tuple[str, str]]:
     """Pairs of operations with exchanges of one key, a loop or branch at least one of them, that may run at once.
 
-    Two plain exchanges are started in the order of the program, and block; see `jaxtrain/layout/order.py`.
+    Two plain exchanges are started in the order of the program, and block; see `jaxtrain/layout/manual.py`.
     """
     program = read_program(text)
     found = list[tuple[str, str]]()

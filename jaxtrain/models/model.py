@@ -169,7 +169,7 @@ class Model:
         decoder: generation, for models that have it.
         parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether it has parameters that the `expert` axis can shard.
-        linears: path of each kernel that `quantize` may store in 8 bits -> (how many of its last dims are inputs, how
+        linears: path of each kernel that `adapt` and `quantize` take -> (how many of its last dims are inputs, how
             many are outputs).
         vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
         num_outputs: size of the last dimension of the outputs (or of their `logits`); None: found by tracing.

@@ -129,7 +129,7 @@ def _parameters(step: DeviceStep) -> tuple[float, float, float]:
     local = sum(local_size(one.shape, one.entries, degrees) for one in trained)
     for_state = sum(local_size(one.shape, one.state_entries, degrees) for one in trained)
     zero = stage_over_data(config.parallel.zero) if degrees["data"] > 1 else 0
-    # The layers of a stack add their gradients to the sum one by one where the step runs it (`layout/stack_sums.py`);
+    # The layers of a stack add their gradients to the sum one by one where the step runs it (`layout/scatter.py`);
     # on a pipeline those of a chunk come together.
     has_stack = isinstance(config.model, TransformerConfig | ViTConfig)
     by_layer = has_stack and config.finetune.lora is None and not step.workload.pairs

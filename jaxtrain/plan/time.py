@@ -290,7 +290,7 @@ class StepTime:
 
 
 def has_fp8(target: Target) -> bool:
-    """Whether the linear layers of policy fp8 run on units of their own: NVIDIA's, from Ada on (`low_precision`).
+    """Whether the linear layers of policy fp8 run on units of their own: NVIDIA's, from Ada on (`ops/linear.py`).
 
     Elsewhere the numbers are the same and the product is one of bf16. MI300 has other 8-bit formats; the TPU's compiler
     is given bf16.

@@ -32,9 +32,9 @@ class Remat:
     Attributes:
         policy: none (keep everything), full (keep block inputs), dots (keep results of weight matmuls), sqrt (keep the
             inputs of about sqrt(N) segments of the N blocks; each runs forward twice more), names.
-        names: tensors kept under policy names, out of `TENSOR_NAMES`.
+        names: tensors kept under policy names, out of `TensorName`.
         offload: tensors moved to the host's memory in the forward pass and back in the backward pass, under policies
-            full and names, out of `TENSOR_NAMES` and `BLOCK_INPUT`.
+            full and names, out of `TensorName` and `BLOCK_INPUT`.
 
     Example:
         >>> model = jt.build_model(

@@ -39,7 +39,7 @@ class Evaluator:
         step: a train step, or a sharded model.
         task: what outputs are compared with; needed for a sharded model, and taken from a step.
         parallelism: schedule of the pipeline of a sharded model, as for `make_train_step`; None: the defaults.
-        compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler_options.py`.
+        compiler_options: for a sharded model, over those of `jaxtrain/runtime/compiler.py`.
 
     Attributes:
         feed: how batches reach the mesh.

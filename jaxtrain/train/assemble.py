@@ -261,7 +261,6 @@ def assemble(
     name: str = "run",
     model: Model | None = None,
     task: Task | None = None,
-    devices: Sequence[Any] | None = None,
     own: OwnStep | None = None,
 ) -> Run:
     """Build model, optimizer, mesh and step from a config; see `build_step` and `OwnStep`."""
@@ -278,7 +277,6 @@ def assemble(
         vocab_size=data.vocab_size,
         num_outputs=data.num_outputs,
         model=model,
-        devices=devices,
         own=replace(own or OwnStep(), task=task),
     )
     awaits = lacks_reference(step.task, spec)

@@ -1,8 +1,9 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight.
 
 `take_step` computes gradients and gives them to `update.py`. Parameters are gathered by `hold_parameters` (ZeRO, once
-a step) and inside the model (`layout/gather.py`); the loss scale multiplies the loss in `_loss` and divides the
-gradients in `update.py`; gradients are averaged at the end of `compute_gradients` (`parallel/gradients.py`).
+a step) and inside the model (`layout/gather.py`); the loss scale multiplies the loss in `_loss`, `_two_passes` and
+`parallel/pipeline.py`, and divides the gradients in `update.py`; gradients are averaged at the end of
+`compute_gradients`, `global_row_gradients` and `pipeline_gradients` in `parallel/`. Evaluation is `evaluation_sums`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """What a state starts from: arrays of the user, another run, or a published model; all of it or without some parts.
 
-Each is first a table of paths, shapes and dtypes (`Given`), compared with what the model draws; then arrays, read or
+Each is first a table of paths, shapes and dtypes (`_Source`), compared with what the model draws; then arrays, read or
 moved straight into the shardings of the step. What is given for the model that an adapted one was made of becomes the
 base below its adapters.
 """
@@ -76,7 +76,7 @@ class _Target:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Source:
     """Parameters or model_state that are given.
 
     Attributes:
@@ -126,7 +126,7 @@ def accept_start(
 
 
 def _placed(
-    params: _Given | None, state: _Given | None, target: _Target, adapter: OpenedAdapter | None = None
+    params: _Source | None, state: _Source | None, target: _Target, adapter: OpenedAdapter | None = None
 ) -> Start:
     """What is taken of each part, in the structure of the model, with None for what is to be drawn."""
     drawn, model = target.drawn, target.model
@@ -145,7 +145,7 @@ def _placed(
     return start
 
 
-def _taken(given: _Given, drawn: Any, wanted: Any, free: Collection[str], target: _Target) -> Any:
+def _taken(given: _Source, drawn: Any, wanted: Any, free: Collection[str], target: _Target) -> Any:
     """The given arrays in the structure (`drawn`) and the shardings (`wanted`) of the model, None where skipped.
 
     Paths in `free` need not be given.
@@ -200,17 +200,17 @@ def _listed(patterns: Sequence[str], paths: Sequence[str] = ()) -> str:
 # --- From arrays, a published model, or a checkpoint. ---
 
 
-def _given_tree(name: str, tree: Any) -> _Given:
+def _given_tree(name: str, tree: Any) -> _Source:
     """Arrays of a user."""
     leaves = {path: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for path, leaf in paths_of(tree).items()}
 
     def fetch(wanted: Wanted) -> Mapping[str, Any]:
         return {path: jax.device_put(leaves[path], like.sharding) for path, like in wanted.items()}
 
-    return _Given(name, leaves, fetch, theirs=frozenset(leaves))
+    return _Source(name, leaves, fetch, theirs=frozenset(leaves))
 
 
-def _from_published(path: str | Path, own: _Given | None, target: _Target, adapter: str | Path | None) -> Start:
+def _from_published(path: str | Path, own: _Source | None, target: _Target, adapter: str | Path | None) -> Start:
     """Parameters and model_state of a published folder or GGUF file, read in place."""
     published = open_published(path)
     settings = settings_in(path, published.settings)
@@ -226,7 +226,7 @@ def _from_published(path: str | Path, own: _Given | None, target: _Target, adapt
 
 def _published_part(
     path: str | Path, published: PublishedModel, places: Mapping[str, Place], known: Mapping[str, Any]
-) -> _Given:
+) -> _Source:
     """Parameters or model_state of a published model, in the dtypes (`known`) that they are stored in."""
 
     def fetch_quantized(path: str, wanted: Wanted, dims: tuple[int, int]) -> Mapping[str, jax.Array]:
@@ -237,12 +237,12 @@ def _published_part(
         name: jax.ShapeDtypeStruct(place.shape, known[name].dtype if name in known else place.dtype)
         for name, place in places.items()
     }
-    return _Given(
+    return _Source(
         f"the model in {path}", leaves, lambda wanted: read_places(published, places, wanted), fetch_quantized
     )
 
 
-def _from_checkpoint(path: str | Path, own: _Given | None, target: _Target) -> Start:
+def _from_checkpoint(path: str | Path, own: _Source | None, target: _Target) -> Start:
     """Parameters and model_state of the newest intact step at a path, or of the step that the path names."""
     found = find_checkpoint(path)
     known = {**_original_params(target.model), **paths_of(target.drawn[0])}
@@ -268,7 +268,7 @@ def _from_checkpoint(path: str | Path, own: _Given | None, target: _Target) -> S
 
 def _saved_part(
     part: str, path: str | Path, info: CheckpointInfo, checkpointer: Checkpointer, known: Mapping[str, Any]
-) -> _Given:
+) -> _Source:
     """One part of a saved state, by the paths that the model (`known`) has for it, which may hold dots."""
     own = {stored_name(inner): inner for inner in known}
     sources: dict[str, str] = {}
@@ -287,13 +287,13 @@ def _saved_part(
         inner: jax.ShapeDtypeStruct(shape, key if dtype.startswith("key<") else jnp.dtype(dtype))
         for inner, (shape, dtype) in saved.items()
     }
-    return _Given(f"{part} of {path}, step {info.step},", leaves, fetch)
+    return _Source(f"{part} of {path}, step {info.step},", leaves, fetch)
 
 
 # --- The base below adapters. ---
 
 
-def _with_base(saved: _Given, path: str | Path, record: BaseRecord, target: _Target) -> _Given:
+def _with_base(saved: _Source, path: str | Path, record: BaseRecord, target: _Target) -> _Source:
     """The parameters of an adapter run: what its checkpoint holds, and its base, from where that is."""
     model = target.model
     if model.model.adapted is None:
@@ -309,7 +309,7 @@ def _with_base(saved: _Given, path: str | Path, record: BaseRecord, target: _Tar
         only = wanted.keys() & known.keys()
         return {**own, **paths_of(restore_base(model, record, run_dir=path, only=only.__contains__))}
 
-    return _Given(saved.name, {**saved.leaves, **known}, fetch)
+    return _Source(saved.name, {**saved.leaves, **known}, fetch)
 
 
 def restore_base(
@@ -393,7 +393,7 @@ def _original_params(sharded_model: ShardedModel) -> dict[str, jax.ShapeDtypeStr
     return found
 
 
-def _as_adapted(given: _Given, sharded_model: ShardedModel, drawn: Params) -> tuple[_Given, frozenset[str]]:
+def _as_adapted(given: _Source, sharded_model: ShardedModel, drawn: Params) -> tuple[_Source, frozenset[str]]:
     """What is given, by the paths of an adapted model, and the paths that need not be given: its adapters.
 
     Kernels are quantized when they are fetched.
@@ -441,7 +441,7 @@ def _as_adapted(given: _Given, sharded_model: ShardedModel, drawn: Params) -> tu
 
     # The integers of a kernel are made from the user's floats, and are not theirs.
     theirs = frozenset(path for path in leaves if renamed.get(path, path) in given.theirs)
-    return _Given(given.name, leaves, fetch, theirs=theirs), frozenset(free)
+    return _Source(given.name, leaves, fetch, theirs=theirs), frozenset(free)
 
 
 def _quantized(kernel: jax.Array, name: str, wanted: Wanted, sharded_model: ShardedModel) -> dict[str, jax.Array]:
@@ -457,7 +457,7 @@ def _quantized(kernel: jax.Array, name: str, wanted: Wanted, sharded_model: Shar
     return jax.jit(quantize, out_shardings=shardings)(kernel)
 
 
-def _with_adapter(given: _Given, adapter: OpenedAdapter, sharded_model: ShardedModel) -> _Given:
+def _with_adapter(given: _Source, adapter: OpenedAdapter, sharded_model: ShardedModel) -> _Source:
     """What is given, with the factors of an adapter and what it trains whole in the place of its own."""
     adapted = sharded_model.model.adapted
     lora = None if adapted is None else adapted.lora
@@ -477,4 +477,4 @@ def _with_adapter(given: _Given, adapter: OpenedAdapter, sharded_model: ShardedM
 
     # The factors may be a part of the file that is mapped into memory: a state has its own.
     theirs = given.theirs | frozenset(adapter.leaves)
-    return _Given(given.name, {**given.leaves, **adapter.leaves}, fetch, theirs=theirs)
+    return _Source(given.name, {**given.leaves, **adapter.leaves}, fetch, theirs=theirs)

@@ -23,7 +23,7 @@ from jaxtrain.models.initializers import INIT_STDDEV, fan_in_normal, normal
 from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.block import RESIDUAL, Block, Context, block_norm
-from jaxtrain.models.shipped.heads import HeadInputs, PooledHead, head_inputs
+from jaxtrain.models.shipped.heads import PooledHead, head_inputs
 from jaxtrain.models.shipped.shapes import (
     ConvShape,
     ResidualBlockShape,
@@ -213,7 +213,7 @@ class ViT(nnx.Module):
             x_BLD = self.output_norm(x_BLD)
             # The mean counts every patch, and the head has no dropout: a head needs nothing else of the inputs.
             weights = head_inputs(self.config.head, (x_BLD.shape[0], x_BLD.shape[1]), None, None)
-            return self.head(x_BLD, HeadInputs(weights.pooling_BL))
+            return self.head(x_BLD, weights)
 
 
 def vit(

@@ -327,7 +327,7 @@ def check_context_length(wanted: str, case: ContextCase, sequence_length: int) -
         )
 
 
-# --- Blocks of a ring, in the zig-zag order of `ring.py`: of 2n chunks, device i computes chunks i and 2n-1-i. ---
+# --- Blocks of a ring, in the zig-zag order of `context.py`: of 2n chunks, device i computes chunks i and 2n-1-i. ---
 
 # A block of scores as (query half, key half): 0 or 1, or bool [] where it depends on the device.
 ScoreBlock = tuple[Any, Any]
