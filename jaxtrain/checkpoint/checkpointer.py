@@ -180,17 +180,6 @@ class Checkpointer:
             directory.write_eval_loss(self.directory, step, *marks)
             self._retention.marks[step] = marks
 
-    def score_again(self, scores: Mapping[int, float | None], *, after: int = 0) -> None:
-        """Compare steps saved earlier by these scores (lower is better) for `keep_best`, not by those in their records.
-
-        Args:
-            scores: step -> score; a step without one has only its eval_loss, which counts where no step has a score.
-            after: steps up to this one, evaluated on other rows, are compared only until a later one has a loss.
-        """
-        self.wait()
-        self._retention.compared_after = after
-        self._retention.score_again(self.directory, scores)
-
     def restore(self, target: Any, *, step: int | None = None, prefix: str | None = None) -> Any:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 
@@ -235,8 +224,6 @@ class Checkpointer:
             everyone(True)  # what is renamed is so for all of them
             if prefix is None:
                 self._position = candidate
-                # What is saved from here on is compared, also under a number that an abandoned step had.
-                self._retention.compared_after = min(self._retention.compared_after, candidate)
                 self._upkeep.verified.add(candidate)
             return wanted.rebuild(restored)
         raise CheckpointError(

@@ -26,13 +26,11 @@ class Retention:
     """Which steps of a checkpoint directory stay: see the arguments of `Checkpointer`.
 
     Attributes:
-        compared_after: steps up to this one are compared only until a later one has a loss or a score.
         marks: step -> eval_loss and score, where they are others than in its record.
     """
 
     def __init__(self, keep_last: int, keep_every: int | None, keep_best: bool) -> None:
         self.keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
-        self.compared_after = 0
         self.marks: dict[int, tuple[float | None, float | None]] = {}
 
     def kept(self, folder: Place, steps: Iterable[int]) -> set[int]:
@@ -47,18 +45,10 @@ class Retention:
 
     def _best(self, marks: Mapping[int, tuple[float | None, float | None]]) -> set[int]:
         """The best step, by the scores where there are any, else by the losses."""
-        after = self.compared_after
-        if after and any(step > after and mark != (None, None) for step, mark in marks.items()):
-            marks = {step: mark for step, mark in marks.items() if step > after}
         by_score = any(score is not None for _, score in marks.values())
         losses = {step: score if by_score else loss for step, (loss, score) in marks.items()}
         scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
         return {min(scored)[1]} if scored else set()
-
-    def score_again(self, folder: Place, scores: Mapping[int, float | None]) -> None:
-        """Compare the steps of a folder by these scores in place of the recorded ones; those without one by none."""
-        for step in directory.live_steps(folder):
-            self.marks[step] = (_recorded(folder, step)[0], scores.get(step))
 
 
 def _recorded(folder: Place, step: int) -> tuple[float | None, float | None]:

@@ -25,7 +25,7 @@ from jaxtrain.data import Batches, Data, Tokenizer
 from jaxtrain.data.chat.templates import ChatFormat, format_of_reading
 from jaxtrain.data.files import decode_utf8, require_file
 from jaxtrain.data.formats.open import read_records, text_of
-from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.rows import ArrayRows, as_numbers
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
 from jaxtrain.data.sources.tables import read_input_columns, scaled_like
 from jaxtrain.data.sources.texts import framed_tokens, text_rows
@@ -236,7 +236,8 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], model: Model) -> grai
         inputs = inputs.train
     if isinstance(inputs, grain.MapDataset):
         return inputs
-    inputs = jax.tree.map(np.asarray, inputs, is_leaf=lambda leaf: isinstance(leaf, list))
+    read = functools.partial(as_numbers, where="inputs")
+    inputs = jax.tree.map(read, inputs, is_leaf=lambda leaf: isinstance(leaf, list))
     if isinstance(inputs, np.ndarray):
         reading, dtype = trained_on.get("reading") or {}, np.dtype(trained_on.get("input_dtype") or inputs.dtype)
         if reading.get("kind") == "table":

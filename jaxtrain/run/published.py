@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import Config
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
 from jaxtrain.data import Tokenizer, load_tokenizer
@@ -21,8 +22,9 @@ from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.interop.families.family import label_names
-from jaxtrain.interop.formats.hub import tokenizer_origin
+from jaxtrain.interop.formats.hub import read_published_config, tokenizer_origin
 from jaxtrain.interop.read import open_published
+from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.interop.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes
 from jaxtrain.models.model import Model
 from jaxtrain.run.directory import TOKENIZER_FILE, file_digest, tokenizer_file
@@ -63,6 +65,19 @@ def kept_published(run_dir: Path) -> tuple[Origin | None, dict[str, Any]]:
     small = [file for file in sorted(kept.iterdir()) if file.name not in ("config.json", _RECORD)]
     config, record = (json.loads((kept / name).read_text(encoding="utf-8")) for name in ("config.json", _RECORD))
     return Origin(config, {file.name: file.read_bytes() for file in small}, record.get("dtypes", {})), record
+
+
+def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
+    """Raise where a published head that a run starts from has the classes of its data in another order."""
+    path = published_from(config.model)
+    if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
+        return
+    names = label_names(read_published_config(Path(path))) or []
+    if list(classes) != list(names) and sorted(classes) == sorted(names):
+        raise ConfigError(
+            f"the head of {path} gives {', '.join(names[:3])}, ..., and the data numbers its classes "
+            f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
+        )
 
 
 def published_classes(config: Mapping[str, Any], name: str) -> Sequence[str] | None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ MAY_CHANGE = (
     *("name", "compilation_cache", "compiler_options", "optimizer.offload", "model.attention", "loss.logits"),
     *("loss.block", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
 )
+# Evaluations before and after a change of these cannot be compared, as early stopping and `keep_best` do.
+_COMPARED = ("evaluation.max_batches", "evaluation.early_stopping.metric", "evaluation.early_stopping.mode")
 # What the stream of batches has of the config; the rest of it describes the data.
 _BATCH_KEYS = ("seed", "global_batch_size")
 # What a run asks to be given again; other data is noticed by its content.
@@ -72,6 +75,10 @@ def choose_start(checkpointer: Checkpointer, resume: str | None) -> int | None:
 
 def run_metadata(run: Run, given: Given) -> dict[str, Any]:
     """What a checkpoint says of its run: config, which rows batch k holds, names of the parts from Python."""
+    state = run.step.abstract_state.optimizer_state
+    # The types of an optax state name the transformations: `namedtuple[ScaleByLionState]`.
+    states = dict.fromkeys(re.findall(r"namedtuple\[(\w+?)(?:State)?\]", str(jax.tree.structure(state))))
+    optimizer = ", ".join(name for name in states if name not in ("Empty", "Masked", "MaskedNode"))
     return {
         "name": run.name,
         "config": redacted(run.config.model_dump(mode="json")),
@@ -80,9 +87,9 @@ def run_metadata(run: Run, given: Given) -> dict[str, Any]:
             "model": None if given.model is None else given.model.name,
             "task": None if given.task is None else given.task.name,
             "data": None if given.data is None else next(iter(given.data.description), "data"),
-            "optimizer": None if given.own_step.optimizer is None else "an optax transformation",
+            "optimizer": None if given.own_step.optimizer is None else optimizer or "without state",
         },
-        KEPT_WEIGHTS: kept_nodes(run.step.abstract_state.optimizer_state),
+        KEPT_WEIGHTS: kept_nodes(state),
     }
 
 
@@ -95,6 +102,11 @@ def check_resumed(
     changes = _part_changes(saved, current, run_dir) | config_changes(before, after)
     check_stream(saved["stream"], current["stream"], run_dir=run_dir)
     shown = {key: f"{key} {old} -> {new}" for key, (old, new) in changes.items()}
+    compares = after["evaluation"]["early_stopping"] or after["checkpoint"]["keep_best"]
+    # The group of early stopping is None where there is none: one that begins compares with nothing before it.
+    others = [shown[key] for key, (old, _) in changes.items() if key in _COMPARED and (old or "early" not in key)]
+    if compares and others:
+        raise ConfigError(f"{', '.join(others)}: evaluations before and after could not be compared; {_SET_BACK}")
     # A run that trained something else would return its old numbers as the new ones.
     is_longer = after["train"]["steps"] >= before["train"]["steps"]
     allowed = (*MAY_CHANGE, "train.steps") if is_longer else MAY_CHANGE

@@ -18,7 +18,6 @@ from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import check_kinds
-from jaxtrain.config.model import ModelConfig
 from jaxtrain.config.schema import EvaluationConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data import Data
@@ -39,6 +38,7 @@ from jaxtrain.run.directory import RunLock, folder_of, set_aside
 from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import train
+from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, with_kept_reference
 from jaxtrain.run.resume import (
@@ -260,7 +260,7 @@ def prepare_session(
         resumed = choose_start(checkpointer, given.resume)
         metadata, meter = run_metadata(run, given), run_meter(run, own_model=given.model is not None)
         if resumed is None:
-            notes = [] if given.model is not None else _published_notes(run.config.model)
+            notes = [] if given.model is not None else _published_notes(run, given.own_step)
         else:
             may_change = given.resume is not None
             changes = check_resumed(checkpointer, run.step, metadata, run_dir=run_dir, may_change=may_change)
@@ -323,9 +323,11 @@ def prepare_session(
         )
 
 
-def _published_notes(config: ModelConfig) -> list[str]:
-    check_fits(config)
-    return fresh_notes(config)
+def _published_notes(run: Run, own_step: OwnStep) -> list[str]:
+    check_fits(run.config.model)
+    if own_step.params is None and not own_step.skip:
+        check_class_order(run.config, (run.data.reading or {}).get("classes"))
+    return fresh_notes(run.config.model)
 
 
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:

@@ -41,6 +41,7 @@ FILES = {
     "table of another format": ("a.xls", b"x", table, "a.xls is of no known format"),
     "no number": ("a.csv", b"x,y,z\n1,2,3\n1,red,3\n", table, "a.csv:3 column 'y' is 'red', not a number"),
     "no target": ("a.csv", b"x,y,z\n1,1,3\n1,1,NaN\n", table, "a.csv:3 column 'z' is 'NaN', not a number"),
+    "one name twice": ("a.csv", b"x,y,x\n1,1,3\n", table, "a.csv:1 names column 'x' twice"),
     "no header": ("a.csv", b"1,2,3\n4,5,6\n", table, "a.csv:1 holds 1, 2, 3; the first line must name"),
     "ages or classes": ("a.csv", WHOLE, table, "a.csv has 40 distinct integers as targets of 400 rows, which could be"),
 }

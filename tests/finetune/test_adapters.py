@@ -4,11 +4,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from pydantic import TypeAdapter
 
 import jaxtrain as jt
@@ -115,69 +113,6 @@ def test_merged_parameters_give_the_adapted_logits(base: str | None) -> None:
         for one, given in ((model(), merged), (adapted, params))
     )
     # Sums of 64 products in float32 in another order, through two layers.
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-class Plain(nnx.Module):
-    """A user's module of layers that are not ours."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
-        self.embedding = nnx.Embed(64, 16, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
-        return self.embedding.attend(x)
-
-
-def stacked() -> jt.Model:
-    def layers(stack: Any, carry: Any, inputs: Any, *, first_layer: Any, key: Any, train: bool) -> Any:
-        return jax.lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer), None), carry, stack["w"])[0]
-
-    parts = jt.Parts(
-        stack="blocks",
-        num_layers=2,
-        embed=lambda params, inputs, *, key, train: params["table"][inputs],
-        layers=layers,
-        head=lambda params, carry, *, train: carry @ params["table"].T,
-    )
-    draw = jax.random.normal
-    return jt.from_functions(
-        lambda key: {"blocks": {"w": 0.1 * draw(key, (2, 16, 16))}, "table": 0.1 * draw(key, (64, 16))}, parts=parts
-    )
-
-
-OWN_MODELS = {
-    "NNX": (lambda: jt.from_nnx(Plain), ("layers/*/kernel",), 2),
-    "functions with a stack": (stacked, ("blocks/w",), 1),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OWN_MODELS)
-def test_kernels_of_users_models_get_adapters_by_path(name: str) -> None:
-    make, targets, count = OWN_MODELS[name]
-    adapted = jt.adapt(make(), lora=jt.LoraConfig(rank=2, targets=targets))
-    assert adapted.adapted is not None
-    assert len(adapted.adapted.targets) == count
-    step = step_of(adapted)
-    state = step.init(0)
-    before = by_path(state.params)
-    plain = step_of(make())
-    first = float(plain(plain.init(0), BATCH)[1]["loss"])
-    losses = []
-    for _ in range(4):
-        state, metrics = step(state, BATCH)
-        losses.append(float(metrics["loss"]))
-    assert losses[0] == first
-    assert losses[-1] < first
-    changed = {path for path, leaf in by_path(state.params).items() if not np.array_equal(leaf, before[path])}
-    assert changed == {path for path in before if path.endswith(("lora_a", "lora_b"))}
-    merged = jt.merge_adapters(state.params, adapted)
-    expected, _ = adapted.apply(state.params, {}, BATCH["inputs"], key=None, train=False)
-    found, _ = make().apply(merged, {}, BATCH["inputs"], key=None, train=False)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -179,7 +179,7 @@ WRONG = [
     ),
 ]
 WRONG_KINDS = [
-    ("texts", "a.jsonl", '{"review": 3}', (), 3, "a.jsonl:1 column 'review' holds a value of type int"),
+    ("texts", "a.jsonl", '{"review": 3}', (), 3, "a.jsonl:1 column 'review' is 3, not text"),
     ("images", "a.png", "no pixels", (), 3, "a.png cannot be decoded"),
     ("numbers", "a.csv", "x", ("--probabilities",), 2, "which have no probabilities"),
 ]

@@ -36,6 +36,8 @@ def csv_rows(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str
     """
     rows = _fields(path)
     header = [name.strip() for name in next(rows, ("", []))[1]]
+    if doubled := next((name for name in header if header.count(name) > 1), None):
+        raise DataError(f"{path}:1 names column {doubled!r} twice; rename one")
     # Names with spaces around them are found, and stay as they were asked for.
     wanted = {name if name in header else name.strip(): name for _, name in columns or ()}
     stripped = columns and [(key, name if name in header else name.strip()) for key, name in columns]
