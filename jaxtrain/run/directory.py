@@ -126,7 +126,8 @@ def set_aside(run_dir: Path) -> Path | None:
     if not old:
         return None
     # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
-    folder = run_dir / "previous" / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}"
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    folder = run_dir / "previous" / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{rest:09d}"
     folder.mkdir(parents=True)
     for path in old:
         path.rename(folder / path.name)
