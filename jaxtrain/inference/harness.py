@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, chat_encoder
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.decoding import Writing, generation_pieces
@@ -118,7 +118,7 @@ def task_tokens(tokenizer: BpeTokenizer | ByteTokenizer, special: SpecialTokens,
     begin = tokenizer.token_id(special.named.get("bos_token", ""))
     known = begin if begin is not None else next(iter(special.stop), tokenizer.end_of_text)
     prefix, stop = _NEWLINE if known is None else known, frozenset(text_ends(tokenizer, special, form))
-    return TaskTokens(tokenizer, leading, prefix, stop, None if form is None else chat_encoder(tokenizer))
+    return TaskTokens(tokenizer, leading, prefix, stop, None if form is None else ChatEncoder(tokenizer))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template, prompt_text
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_template, prompt_text
 from jaxtrain.data.sources.texts import Frame, fill_frame, make_frame
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
@@ -183,7 +183,7 @@ def encode_questions(tokenizer: Tokenizer, chat: ChatFormat, questions: Sequence
     assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats are written with a tokenizer.json"
     template = compile_template(chat, today=datetime.date.today())
     texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]
-    tokens = [found.ids for found in chat_encoder(tokenizer).encode(texts)]
+    tokens = [found.ids for found in ChatEncoder(tokenizer).encode(texts)]
     return EncodedPrompts(tokens, [[] for _ in tokens], frozenset(text_ends(tokenizer, chat=chat)))
 
 

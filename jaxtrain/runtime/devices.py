@@ -10,7 +10,6 @@ devices: a chip of TPU v2, v3 or TPU7x is two devices, any other chip is one. Fi
 import itertools
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -207,7 +206,7 @@ def _median_seconds(run: Callable[[], object]) -> float:
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def sums_over_devices() -> bool:

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 from jaxtrain.data.chat.rows import Conversation, masked_tokens
-from jaxtrain.data.chat.templates import ChatFormat, chat_encoder, compile_template
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_template
 from jaxtrain.data.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).resolve().parent / "chats"
 CONVERSATIONS = json.loads((FOLDER / "conversations.json").read_text(encoding="utf-8"))
 EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 TOKENIZER = load_tokenizer(FOLDER / "tokenizer.json")
-ENCODER = chat_encoder(TOKENIZER)
+ENCODER = ChatEncoder(TOKENIZER)
 # Template -> the token that ends an answer.
 STOPS = {
     **{"chatml": "<|im_end|>", "chatml_marked": "<|im_end|>", "qwen": "<|im_end|>", "smollm2": "<|im_end|>"},

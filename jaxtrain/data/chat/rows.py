@@ -18,7 +18,6 @@ from jaxtrain.data.chat.templates import (
     ChatEncoder,
     Message,
     Template,
-    chat_encoder,
     chat_format,
     compile_template,
     format_of_reading,
@@ -306,7 +305,7 @@ def open_chat(
     assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
     form = format_of_reading(reading) or chat_format(config, tokenizer)
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
-    masked = masked_tokens(conversations, template, chat_encoder(tokenizer), train_on=config.train_on)
+    masked = masked_tokens(conversations, template, ChatEncoder(tokenizer), train_on=config.train_on)
     most = sequence_length if pairs and task == "reward" else sequence_length + 1
     fitted = _fit(masked, most=most, too_long=config.too_long, together=2 if pairs else 1)
     # Places in the store of what is left of each side.

@@ -299,8 +299,3 @@ class ChatEncoder:
             starts.append(at + (np.zeros(1, int) if special else np.cumsum((found & 0xC0) != 0x80) - 1))
             at += len(part)
         return Encoded(np.concatenate(ids), np.concatenate(starts))
-
-
-def chat_encoder(tokenizer: ByteTokenizer | BpeTokenizer) -> ChatEncoder:
-    """Returns what encodes the rendered chats of a tokenizer."""
-    return ChatEncoder(tokenizer)

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.templates import ChatFormat, Template, chat_encoder, compile_template, prompt_text
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, Template, compile_template, prompt_text
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, Request
 from jaxtrain.inference.generate import TextStream
@@ -233,7 +233,7 @@ class PromptReader:
         self.tokenizer, self.chat, self.vocab_size, self.special = tokenizer, chat, vocab_size, special
         self.stop_tokens = frozenset(text_ends(tokenizer, special, chat))
         self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
-        self._encoder = chat_encoder(tokenizer)
+        self._encoder = ChatEncoder(tokenizer)
         self._begins, self._ends = tokens_around(tokenizer)
         self._template: tuple[datetime.date, Template] | None = None
 

@@ -25,8 +25,6 @@ _BUILDERS: dict[str, Callable[..., Model]] = {
     "vit": vit,
     "mlp": mlp,
 }
-# Another kind of model than those of blocks -> the tensor that remat.offload may name.
-_OFFLOADED = {"resnet": BLOCK_INPUT}
 
 
 def build_model(
@@ -60,7 +58,7 @@ def build_model(
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
     if isinstance(config, CalledModel):
         return _called_model(config, sizes)
-    known = _OFFLOADED.get(config.kind)
+    known = BLOCK_INPUT if config.kind == "resnet" else None
     wrong = [name for name in (remat or Remat()).offload if not isinstance(config, OF_BLOCKS) and name != known]
     if wrong:
         raise ConfigError(
