@@ -181,7 +181,7 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
     info = json.loads((tmp_path / "run.json").read_text())
     assert (info["status"], info["config"]["train"]["steps"]) == ("done", 6)
     assert info["from_python"]["model"] == "two layers"
-    assert info["from_python"]["optimizer"] == "an optax transformation"
+    assert info["from_python"]["optimizer"] == "ScaleByAdam"
     logged = {row["step"]: row["learning_rate"] for row in rows(tmp_path) if "loss" in row}
     # The rate of step k is that of k - 1 updates; float32.
     assert logged == pytest.approx({step: 1e-2 * (7 - step) / 6 for step in (1, 2, 4, 6)}, rel=1e-6)
@@ -251,7 +251,7 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
     assert fit(tmp_path, steps=3).step == 3
     assert list(losses(tmp_path)) == [1, 2, 3]
     for changes, words in (
-        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), "is of another optimizer"),
+        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), "optimizer ScaleByAdam -> Trace"),
         (dict(clip_norm=1.0), r"clip_norm None -> 1\.0"),
         (dict(data=(X + 1, Y)), "trained on other data: sha256"),
     ):
