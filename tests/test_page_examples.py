@@ -24,6 +24,7 @@ LONG = (
     ("adapters.md", "save_pretrained("),
     ("finetuning.md", "("),
     ("coming_from.md", "make_train_step("),
+    ("engine.md", "jt.Engine("),
     ("internals.md", "step.compile("),
     ("parallelism.md", "from_stages("),
     ("pretrained.md", ""),
@@ -251,6 +252,11 @@ def predictions_after(names: Names) -> None:
     np.testing.assert_allclose(names["again"], names["logits"], rtol=1e-4, atol=1e-5)
 
 
+def engine_after(names: Names) -> None:
+    """More requests than slots; each gets its tokens."""
+    assert [len(answer) for answer in names["answers"]] == [8] * 6
+
+
 def flowers_before(folder: Path) -> Names:
     lines = [f"{i % 5},{i * 0.5},{['iris', 'rose'][i % 2]}" for i in range(32)]
     (folder / "flowers.csv").write_text("\n".join(["width,height,kind", *lines]) + "\n")
@@ -314,6 +320,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("checkpoints.md", "runs/pretrained"): (another_run_before, another_run_after),
     ("checkpoints.md", "params=params"): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
+    ("engine.md", "jt.Engine("): (given_nothing, engine_after),
     ("finetuning.md", "fit("): (finetuning_before, finetuning_after),
     ("finetuning.md", "merge_adapters("): (finetuning_before, adapting_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
