@@ -32,7 +32,7 @@ LONG = (
     ("preferences.md", "jt.dpo("),
     ("runs.md", "run.plot("),
     ("runs.md", "run.predict("),
-    ("start.md", "run_config("),
+    ("start.md", "from_nnx("),
     ("training.md", "from_nnx("),
     ("training.md", "EarlyStopping("),
 )
