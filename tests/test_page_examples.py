@@ -3,6 +3,7 @@
 The README's examples, which do more, have a file of their own.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +120,7 @@ def own_parts(folder: Path) -> Names:
     one = jt.make_mesh(devices=jax.devices()[:1])
     step = jt.make_train_step(model, jt.regression(), optax.adam(0.1), mesh=one)
     batch = {"inputs": np.ones((8, 3), np.float32), "targets": np.ones((8, 2), np.float32)}
-    return {"jax": jax, "jaxtrain": jt, "optax": optax, "model": model, "task": jt.regression()} | {
+    return {"jax": jax, "jaxtrain": jt, "jt": jt, "optax": optax, "model": model, "task": jt.regression()} | {
         "step": step,
         "state": step.init(0),
         "batch": batch,
@@ -150,10 +151,17 @@ def optimizer_after(names: Names) -> None:
     assert np.isfinite(metrics["loss"])
 
 
-def lookahead_after(names: Names) -> None:
-    step = jt.make_train_step(names["model"], names["task"], names["optimizer"], mesh=names["step"].mesh)
-    state, _ = step(step.init(0), names["batch"])
-    np.testing.assert_array_equal(state.evaluation_params["body"], step.init(0).params["body"])
+def frozen_after(names: Names) -> None:
+    first, last = names["step"].init(0).params["body"], jt.open_run("runs/whole", model=names["model"]).params["body"]
+    head = jt.open_run("runs/head", model=names["model"]).params
+    np.testing.assert_array_equal(head["body"], first)
+    assert np.abs(head["head"]["kernel"]).max() > 0
+    assert np.abs(np.asarray(last) - np.asarray(first)).max() > 1e-3
+
+
+def schedule_after(names: Names) -> None:
+    assert float(names["metrics"]["learning_rate"]) == 0.0
+    assert float(names["schedule"](20)) == pytest.approx(1e-2)
 
 
 def gradients_after(names: Names) -> None:
@@ -234,6 +242,13 @@ def callbacks_after(names: Names) -> None:
     assert norms[-1] == pytest.approx(8**0.5, rel=0.05)
     assert result.step < 200
     assert result.step % 10 == 0, "it stops at an evaluation"
+
+
+def histograms_after(names: Names) -> None:
+    rows = [json.loads(line) for line in Path("runs/histograms/metrics.jsonl").read_text().splitlines()]
+    found = {name: value for row in rows for name, value in row.items()}
+    assert sum(found["weights"]["counts"]) == 8
+    assert found["picture"]["png"]
 
 
 def opened_run_after(names: Names) -> None:
@@ -327,7 +342,8 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("optimizers.md", "parameter_groups("): (own_parts, optimizer_after),
     ("optimizers.md", "prodigy("): (own_parts, optimizer_after),
     ("optimizers.md", "tempered"): (own_parts, optimizer_after),
-    ("optimizers.md", "lookahead("): (own_parts, lookahead_after),
+    ("optimizers.md", "trainable="): (own_parts, frozen_after),
+    ("optimizers.md", "warmup_cosine"): (own_parts, schedule_after),
     ("optimizers.md", "gradients("): (own_parts, gradients_after),
     ("parallelism.md", "from_stages("): (given_nothing, stages_after),
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
@@ -340,6 +356,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
     ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),
+    ("trackers.md", "moment.log("): (given_nothing, histograms_after),
     ("runs.md", "run.plot("): (given_nothing, opened_run_after),
     ("runs.md", "run.predict("): (given_nothing, predictions_after),
 }
