@@ -51,7 +51,7 @@ class Moment:
     _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Write numbers, histograms and images to metrics.jsonl, TensorBoard, the trackers and the report.
+        """Write values to metrics.jsonl, TensorBoard and the trackers; the report draws the numbers among them.
 
         Every process calls it, with names that the metrics of the run do not have.
 
