@@ -329,13 +329,12 @@ def _planning() -> None:
     parser = _verb(
         "bench", "measure this machine, and how much of its speed the step of a config reaches", "bench.run_bench"
     )
-    parser.example = "bench bench_cpu --out runs/bench"
+    parser.example = "bench bench_cpu --json bench.json"
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu")
     add_shared(parser, "overrides")
     add("--json", metavar="FILE", help="write everything that was measured to FILE")
-    add("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
-    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step")
+    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,step")
     add_shared(parser, "--emulate")
 
 
