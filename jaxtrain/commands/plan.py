@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.largest_batch:
         plans.batches += [_largest_batch(one, arguments) for one in plans.estimates]
     _print_answer(plans, arguments)
-    _write_files(plans, loaded, arguments)
+    if arguments.config_out is not None:
+        _write_config(_to_write(plans, loaded.config, arguments.tokens), Path(arguments.config_out), loaded)
     for line in dict.fromkeys(one.exact_missing or "" for one in plans.estimates):
         if "pip install" in line:
             print_remark(f"jaxtrain: the figures are analytic; {line}")
@@ -200,20 +201,6 @@ def _search_json(target: Target, found: Found) -> dict[str, object]:
     ]
     fit = len(found.ranked)
     return {"target": target.name, "tried": found.tried, "fit": fit, "reasons": why_not(found), "ranking": ranking}
-
-
-def _write_files(plans: _Plans, loaded: Loaded, arguments: argparse.Namespace) -> None:
-    """Write the page of `--html` and the config of `--config`, where they are asked for."""
-    if arguments.html is not None:
-        from jaxtrain.plan.page import write_page
-
-        with writes("--html"):
-            compiled = [*plans.estimates, *plans.rejected]
-            lines = [search_lines(target, found, compiled) for target, found in plans.found]
-            write_page(plans.estimates, Path(arguments.html), searches=lines)
-        print_remark(f"wrote {arguments.html}")
-    if arguments.config_out is not None:
-        _write_config(_to_write(plans, loaded.config, arguments.tokens), Path(arguments.config_out), loaded)
 
 
 def _to_write(plans: _Plans, asked: Config, tokens: float | None) -> Estimate | None:

@@ -237,7 +237,7 @@ def _memory(estimate: Estimate, *, alone: bool) -> dict[str, str]:
 
 
 def _time(estimate: Estimate, *, alone: bool) -> dict[str, str]:
-    """What a step takes; side by side its blocks would be as many rows again, and the page has them as bars."""
+    """What a step takes; side by side its blocks would be as many rows again."""
     time = estimate.time
     if estimate.fits is False:
         return {}

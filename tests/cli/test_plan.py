@@ -148,16 +148,6 @@ def test_advice_is_shown_where_it_does_not_fit(cli):
     assert re.fullmatch(r"to change: remat\.policy=dots: [\d.]+ GiB, step [\d.]+ x as long", second)
 
 
-def test_writes_a_page(cli, tmp_path):
-    page = tmp_path / "plan.html"
-    answer = cli(*PLAN, "h100,rtx4090", "--html", str(page))
-    assert (answer.code, answer.err) == (0, f"wrote {page}\n")
-    content = page.read_text()
-    assert content.startswith("<!doctype html>")
-    assert "rtx4090" in content
-    assert "data-memory" in content
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,4 +1,4 @@
-"""Estimates as an answer, a table, JSON and a page: what stands there, and that nothing breaks where figures lack."""
+"""Estimates as an answer, a table and JSON: what stands there, and that nothing breaks where figures lack."""
 
 import dataclasses
 import json
@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from jaxtrain.cli import main
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
 from jaxtrain.plan.compile import ExactMemory
@@ -15,7 +14,6 @@ from jaxtrain.plan.cost import Cost, Spot
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import find
 from jaxtrain.plan.memory import Memory
-from jaxtrain.plan.page import write_page
 from jaxtrain.plan.plans import analytic_plan
 from jaxtrain.plan.show import answer_lines, as_json, labels, table
 from jaxtrain.plan.targets import parse_targets, target_of
@@ -189,39 +187,6 @@ def test_tables_are_narrow_and_json_round_trips(estimates):
         assert found["memory"]["total_bytes"] == sum(estimate.memory.parts.values())
 
 
-def page_of(estimates, folder) -> str:
-    write_page(estimates, folder / "plan.html")
-    return (folder / "plan.html").read_text(encoding="utf-8")
-
-
-# Bars of memory, of compilers and of time: memory always, the others where there is something to draw.
-BARS = {
-    "with the compiler": (1, 1, 1),
-    "one known of two": (2, 0, 1),
-    "thirteen parts": (1, 0, 0),  # 91 GiB of 80: no time and no cost of what does not fit
-    "no link": (1, 0, 0),
-}
-
-
-@pytest.mark.parametrize("case", BARS)
-def test_page_has_its_bars_and_fetches_nothing(case, tmp_path):
-    page = page_of(CASES[case], tmp_path)
-    assert tuple(page.count(mark) for mark in ("data-memory=", "data-compiled=", "data-time=")) == BARS[case]
-    assert not re.findall(r"""\b(?:src|href|url)\s*[=(]""", page)
-    assert "http" not in page
-
-
-def test_page_escapes_what_others_wrote(tmp_path):
-    evil = '<script>alert("1")</script> & $x_1$'
-    made = estimate_on(notes=(evil,), fitted=evil)
-    memory = dataclasses.replace(made.memory, parts={evil: GIB})
-    config = made.config.model_copy(update={"name": evil})
-    page = page_of([dataclasses.replace(made, memory=memory, config=config)], tmp_path)
-    assert "<script>" not in page
-    # Title, heading, layout, row and mark of the part, note.
-    assert page.count("&lt;script&gt;") >= 6
-
-
 def plans(words: str):
     """Estimates by formulas of `CONFIG on TARGETS key=value ...`."""
     config, targets, *overrides = words.split()
@@ -229,34 +194,11 @@ def plans(words: str):
     return [analytic_plan(loaded, target) for target in parse_targets(targets)]
 
 
-def test_marks_of_the_page_have_the_figures_of_the_json(tmp_path):
-    (estimate,) = plans("resnet50_imagenet v5e-8")
-    page, answer = page_of([estimate], tmp_path), as_json(estimate)
-    parts = {part: int(size) for part, size in re.findall(r'data-part="([^"]+)" data-bytes="(\d+)"', page)}
-    assert parts == answer["memory"]["parts_bytes"]
-    seconds = {part: float(one) for part, one in re.findall(r'data-part="([^"]+)" data-seconds="([^"]+)"', page)}
-    blocks = {block["name"]: block["seconds"] for block in answer["time"]["blocks"]}
-    assert {name: seconds[name] for name in blocks} == blocks
-    assert f'data-likely="{answer["time"]["seconds"]!r}"' in page
-
-
-def test_what_does_not_fit_has_no_time_and_no_cost(tmp_path):
+def test_what_does_not_fit_has_no_time_and_no_cost():
     _, too_large, _ = estimates = plans("gpt2_124m h100x8,rtx4090,v5e-8")
     assert [one.fits for one in estimates] == [True, False, True]
-    html = page_of(estimates, tmp_path)
-    assert re.findall(r'data-time="([^"]+)"', html) == ["h100x8", "v5e-8"]
-    assert "Not shown, without a time: rtx4090." in html
-    for text in (page_of([too_large], tmp_path), table([too_large])):
-        assert "$" not in text
+    assert "$" not in table([too_large])
     # Tools get every figure, with whether it fits.
     answer = as_json(too_large)
     assert answer["fits"] is False
     assert answer["cost"]["on_demand_usd"] > 0
-
-
-def test_the_page_of_a_search_lists_its_candidates(tmp_path, capsys):
-    path = tmp_path / "plan.html"
-    words = ["plan", "gpt2_124m", "--on", "h100", "--search", "--vary", "remat", "--html", str(path), "--analytic"]
-    assert main(words) == 0
-    (line,) = re.findall(r"^   1\. .*remat=.*$", capsys.readouterr().out, re.MULTILINE)
-    assert line in path.read_text(encoding="utf-8").split("Candidates of the search")[1]
