@@ -267,13 +267,6 @@ class SpikesConfig(Group):
     """A spike is more than this many standard deviations above the mean of the window."""
 
 
-class ChecksConfig(Group):
-    """Comparisons that find devices which keep wrong numbers (docs/reliability.md)."""
-
-    replicas_every: PositiveInt | None = None
-    """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
-
-
 # A year: whoever wants no limit at all turns the watchdog off.
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 
@@ -414,8 +407,6 @@ class Config(Group):
     """Where metrics are written."""
     spikes: SpikesConfig | None = None
     """Which steps are spikes of loss or gradient norm and leave the state as it was ({}: the defaults); null: none."""
-    checks: ChecksConfig | None = None
-    """Comparisons that find devices at fault ({replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that the profiler records."""
     watchdog: WatchdogConfig | None = None
