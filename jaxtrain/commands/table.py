@@ -257,11 +257,9 @@ def _many() -> None:
     parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
-    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2 or low..high[:log] for each")
+    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2: every combination")
     add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
-    add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
     add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
-    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
 
     parser = _verb(
         "launch", "run a command or program in several processes on this machine, as a cluster would", "launch.launch"
