@@ -53,9 +53,6 @@ class CountingPrograms:
     def copy(self, source: int, target: int) -> None:
         self.runs.append(f"copy {source} to {target}")
 
-    def set_penalties(self, *_: Any) -> None:
-        self.runs.append("penalties")
-
 
 def request(first: int = 1, length: int = 1, new_tokens: int = 3, **given: Any) -> Request:
     return Request(tuple(range(first, first + length)), new_tokens, Sampling(temperature=0), **given)

@@ -24,7 +24,7 @@ from jaxtrain.inference.engine.request import (
     Ticket,
 )
 from jaxtrain.inference.prompts import decoder_of
-from jaxtrain.inference.sampling import Sampling, bias_rows, row_sampling
+from jaxtrain.inference.sampling import Sampling, row_sampling
 from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
 
@@ -67,7 +67,6 @@ class Slot:
         text: prompt and answer so far.
         reuses: whether another row may still be asked for what it has of the prompt.
         order: number of the request that has the row, or had it last.
-        has_bias: whether the biases of the row on the device may be other than zero.
     """
 
     def __init__(self, index: int):
@@ -76,7 +75,7 @@ class Slot:
         self.cached: list[int] = []
         self.text: list[int] = []
         self.order = 0
-        self.reuses = self.has_bias = False
+        self.reuses = False
 
     @property
     def reads(self) -> bool:
@@ -170,17 +169,11 @@ class Scheduler:
             slot.take(ticket, self._orders)
             row = row_sampling([sampling], [request.seed])
             jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
-            if sampling.counts_tokens or sampling.logit_bias or slot.has_bias:
-                self._set_penalties(slot, request)
+            if sampling.counts_tokens:
+                size = self._programs.vocab_size
+                counts_V = np.bincount(np.asarray(request.tokens), minlength=size).astype(np.int32)
+                self._programs.begin_counts(slot.index, counts_V)
             self._count(slots_in_use=1)
-
-    def _set_penalties(self, slot: Slot, request: Request) -> None:
-        size, sampling = self._programs.vocab_size, request.sampling
-        counts_V = np.bincount(np.asarray(request.tokens), minlength=size).astype(np.int32)
-        bias_SV = bias_rows([sampling], size)
-        bias_V = np.zeros(size, np.float32) if bias_SV is None else bias_SV[0]
-        self._programs.set_penalties(slot.index, counts_V, bias_V)
-        slot.has_bias = bool(sampling.logit_bias)
 
     def _read(self, slot: Slot) -> None:
         """Read the next chunk of a slot's prompt; the last one gives the first token of the answer."""
@@ -381,7 +374,6 @@ class Engine:
                 f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: together they may have "
                 f"{self.length} tokens, of ids from 0 to {self._vocab_size - 1}"
             )
-        bias_rows([request.sampling], self._vocab_size)  # whose ids are checked too
         ticket = Ticket(request, on_event, self._wake)
         with self._changed:
             if self._closing:
