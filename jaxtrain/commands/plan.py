@@ -179,7 +179,7 @@ def _print_answer(plans: _Plans, arguments: argparse.Namespace) -> None:
         print_text("\n".join([*answer_lines(plans.estimates[names.index(name)]), ""]))
     for target, found in plans.found:
         print_text("\n".join([*search_lines(target, found, [*plans.estimates, *plans.rejected]), ""]))
-    print_text(table(plans.estimates, full=arguments.full))
+    print_text(table(plans.estimates))
     for batch in plans.batches:
         how, rows = "by compiling" if batch["checked_by"] == "compiler" else "analytic", batch["rows"]
         largest = (

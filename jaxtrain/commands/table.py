@@ -319,7 +319,6 @@ def _planning() -> None:
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
     add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
-    add("--full", action="store_true", help="print the whole table: time by block and link, energy")
     add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     add_shared(parser, "--json")
 

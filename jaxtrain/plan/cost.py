@@ -1,4 +1,4 @@
-"""What a run costs: steps, hours, rent of devices that stay or may be taken away, electricity, buying instead.
+"""What a run costs: steps, hours, rent of devices that stay or may be taken away.
 
 No jax here. Prices are in USD and, unless a name says otherwise, of one device and one hour.
 
@@ -21,7 +21,6 @@ from jaxtrain.plan.workload import Workload
 # (cloud.google.com/compute/docs/instances/preemptible), while AWS's Spot Instance Advisor sorts instance types by the
 # share of instances taken within a month, with "above 20 %" as its worst class.
 INTERRUPTIONS_PER_NODE_HOUR = 1 / 24
-_USD_PER_KWH = 0.12
 # Between two saves: more often, and hosts and storage do little else; more rarely, and a failure costs half a day.
 _LEAST_INTERVAL, _MOST_INTERVAL = 300.0, 6 * 3600.0
 # Below it a run on spot devices does not end in practice: 100 times as long as without interruptions.
@@ -73,11 +72,6 @@ class Cost:
         rented_devices: those that rent is paid for, with what comes along and is not used.
         on_demand_usd: rent of these for `hours`.
         spot: the same on devices that may be taken away.
-        energy_kwh: all devices at board power for `hours`: an upper bound for them, and without hosts and cooling.
-        energy_usd: price of that energy. Rent includes it, owning does not.
-        purchase_usd: price of buying all devices.
-        break_even_hours: hours of renting on demand after which buying would have been cheaper. None also where rent is
-            free.
     """
 
     steps: int
@@ -87,10 +81,6 @@ class Cost:
     rented_devices: int
     on_demand_usd: float | None
     spot: Spot | None
-    energy_kwh: float | None
-    energy_usd: float | None
-    purchase_usd: float | None
-    break_even_hours: float | None
 
 
 def young_interval(save_seconds: float, mean_seconds_between_interruptions: float) -> float:
@@ -147,26 +137,20 @@ def unplanned_downtime(num_devices: int) -> float:
 
 
 def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int) -> Cost:
-    """Hours, money and energy of a run of so many optimizer steps, whose checkpoints have so many bytes."""
+    """Hours and money of a run of so many optimizer steps, whose checkpoints have so many bytes."""
     hardware, num_devices, rented = target.hardware, target.num_devices, rented_devices(target)
     downtime = unplanned_downtime(num_devices)
     computing = step_seconds * steps / 3600
     hours = computing / (1 - downtime)
-    device_hours = hours * num_devices
-    energy_kwh = None if hardware.board_watts is None else hardware.board_watts / 1000 * device_hours
-    rent, price = hardware.on_demand_usd_hour, hardware.purchase_usd
+    rent = hardware.on_demand_usd_hour
     return Cost(
         steps=steps,
         hours=hours,
         downtime=downtime,
-        device_hours=device_hours,
+        device_hours=hours * num_devices,
         rented_devices=rented,
         on_demand_usd=None if rent is None else rent * hours * rented,
         spot=_spot(computing, target, saved_bytes),
-        energy_kwh=energy_kwh,
-        energy_usd=None if energy_kwh is None else energy_kwh * _USD_PER_KWH,
-        purchase_usd=None if price is None else price * num_devices,
-        break_even_hours=price * num_devices / (rent * rented) if price is not None and rent else None,
     )
 
 

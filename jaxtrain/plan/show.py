@@ -34,16 +34,6 @@ _ANSWERED = (
     "spot",
     "cost",
 )
-# Rows that a table has only where all of it is asked for.
-_FULL = (
-    "unplanned downtime",
-    "device-hours",
-    "spot checkpoints",
-    "spot efficiency",
-    "energy",
-    "buying the devices",
-    "break-even",
-)
 
 
 def hours(count: float) -> str:
@@ -289,8 +279,6 @@ def _cost(estimate: Estimate) -> dict[str, str]:
     rows = {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
-        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (Llama 3: 10 % on 16,384)",
-        "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
         "spot": UNKNOWN,
     }
@@ -298,15 +286,7 @@ def _cost(estimate: Estimate) -> dict[str, str]:
     if spot is not None and not spot.is_sensible:
         rows["spot"] = "not sensible: interruptions and saves take nearly all of the time"
     elif spot is not None:
-        count = f"{spot.interruptions:,.1f}" if spot.interruptions >= 1 else f"{spot.interruptions:.1g}"
         rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
-        rows["spot checkpoints"] = f"every {hours(spot.checkpoint_interval_seconds / 3600)}"
-        rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {count} interruptions expected"
-    energy = cost.energy_kwh
-    rows["energy"] = UNKNOWN if energy is None else f"{_three_digits(energy)} kWh, {dollars(cost.energy_usd)}"
-    rows["buying the devices"] = dollars(cost.purchase_usd)
-    if cost.break_even_hours is not None:
-        rows["break-even"] = f"after {cost.break_even_hours:,.0f} hours of rent"
     return rows
 
 
@@ -327,17 +307,16 @@ def remarks(estimates: Sequence[Estimate]) -> dict[str, list[str]]:
     return {title: lines for title, lines in found.items() if lines}
 
 
-def table(estimates: Sequence[Estimate], *, full: bool = True) -> str:
+def table(estimates: Sequence[Estimate]) -> str:
     """Estimates side by side, for people: a column each, or one column with shares.
 
     Args:
         estimates: one or more; more than four take several tables.
-        full: whether all rows are shown, or those that most people ask for.
 
     Returns:
         Lines of at most 120 characters, without a line end after the last.
     """
-    left_out = () if full else (*_FULL, *(_ANSWERED if len(estimates) == 1 else ()))
+    left_out = _ANSWERED if len(estimates) == 1 else ()
     names, blocks = labels(estimates), []
     # Even tables: five estimates are better read as three and two than as four and one.
     num_tables = math.ceil(len(estimates) / _MOST_COLUMNS)

@@ -27,7 +27,7 @@ def test_several_targets_stand_side_by_side(cli):
     answer = cli(*PLAN, "h100,v5e-1,rtx4090")
     assert (answer.code, answer.err) == (0, "")
     lines = answer.out.splitlines()
-    # Five lines for each are the answer; then the table, which --full makes longer.
+    # Five lines for each are the answer; then the table.
     for place, name in enumerate(("h100", "v5e-1", "rtx4090")):
         fits, step, speed, time, cost, empty = lines[6 * place : 6 * place + 6]
         assert re.fullmatch(rf"{name} fits: [\d.]+ MiB of [\d.]+ GiB, by formulas", fits)
@@ -37,8 +37,6 @@ def test_several_targets_stand_side_by_side(cli):
         assert re.fullmatch(r"cost: \S.* on demand; spot \S.*", cost)
         assert empty == ""
     assert re.split(r"  +", lines[18].strip()) == ["h100", "v5e-1", "rtx4090"]
-    assert "energy" not in answer.out
-    assert "\n  energy  " in cli(*PLAN, "h100,v5e-1,rtx4090", "--full").out
     for title in ("memory of one device, at its peak", "step, predicted", "whole run", "assumptions"):
         assert f"\n{title}\n" in answer.out
     assert re.search(r"parameters +1\.61M \(1,608,800\)", answer.out)
