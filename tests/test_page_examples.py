@@ -3,7 +3,6 @@
 The README's examples, which do more, have a file of their own.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -244,13 +243,6 @@ def callbacks_after(names: Names) -> None:
     assert result.step % 10 == 0, "it stops at an evaluation"
 
 
-def histograms_after(names: Names) -> None:
-    rows = [json.loads(line) for line in Path("runs/histograms/metrics.jsonl").read_text().splitlines()]
-    found = {name: value for row in rows for name, value in row.items()}
-    assert sum(found["weights"]["counts"]) == 8
-    assert found["picture"]["png"]
-
-
 def opened_run_after(names: Names) -> None:
     history, metrics = names["run"].history, names["run"].metrics
     assert metrics["step"] == history["step"][-1] == 40
@@ -356,7 +348,6 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("precision.md", "quantize("): (precision_before, precision_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
     ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),
-    ("trackers.md", "moment.log("): (given_nothing, histograms_after),
     ("runs.md", "run.plot("): (given_nothing, opened_run_after),
     ("runs.md", "run.predict("): (given_nothing, predictions_after),
 }
