@@ -33,7 +33,7 @@ _START_LIMIT_SECONDS = 600.0
 _QUIET = (
     *("logging.report=false", "logging.tensorboard=false"),
     *("logging.wandb=false", "logging.mlflow=false"),
-    *("checkpoint.directory=null", "checkpoint.mirror=null"),
+    "checkpoint.directory=null",
     *("checkpoint.every=null", "checkpoint.every_minutes=null"),
     "profile.start_step=null",
 )

@@ -25,7 +25,7 @@ from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 
 RECORD_ITEM, ARRAYS_ITEM = "jaxtrain", "state"  # what a step holds
 COMMIT_FILE = "commit_success.txt"
-TRASH, COPYING = ".pruned", ".copying"  # ends of the names of steps that are being deleted or copied on a file system
+TRASH = ".pruned"  # end of the names of steps that are being deleted on a file system
 _MOVING_FILE = "jaxtrain_moving.json"
 _ASK_SECONDS = 10.0  # between questions to a store whether a save is complete: each is a request
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}

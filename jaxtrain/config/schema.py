@@ -159,7 +159,7 @@ _PLACES = "use a folder, gs://bucket/name or s3://bucket/name"
 
 
 class CheckpointConfig(Group):
-    """When the state is saved, which checkpoints are kept, and where a second copy is."""
+    """When the state is saved, and which checkpoints are kept."""
 
     every: PositiveInt | None = 1000
     """Steps between saves; null: save only at the end and on a signal."""
@@ -173,12 +173,10 @@ class CheckpointConfig(Group):
     """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
     directory: str | None = None
     """Where checkpoints are: a folder, gs://bucket/name or s3://bucket/name; null: in the run directory."""
-    mirror: str | None = None
-    """Folder (or gs://, s3://) for a second copy, in a subfolder named as the run directory; null: no copy."""
     max_failed_in_a_row: PositiveInt = 3
     """Stop (exit code 1) after this many saves in a row that failed, for lack of space or another reason."""
 
-    @field_validator("directory", "mirror")
+    @field_validator("directory")
     @classmethod
     def _is_a_place(cls, place: str | None) -> str | None:
         try:
@@ -400,7 +398,7 @@ class Config(Group):
     train: TrainConfig = TrainConfig()
     """Length of the run and size of the batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state is saved, which checkpoints are kept, and where a second copy is."""
+    """When the state is saved, and which checkpoints are kept."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
