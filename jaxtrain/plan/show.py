@@ -115,7 +115,7 @@ def answer_lines(estimate: Estimate) -> list[str]:
             f"step: {facts['step time']}, bound by {facts['bound by']}",
             f"speed: {facts[f'{unit}/s']}, MFU {facts['MFU']}",
             f"time: {facts['time to train']} for {format_count(total)} {unit} in {cost.steps:,} steps",
-            f"cost: {facts['on demand']} on demand; spot {facts['spot']}",
+            f"cost: {facts['on demand']} on demand; {facts['spot']} at the spot price, if nothing is interrupted",
         ]
     return lines if estimate.fitted is None else [*lines, f"layout: {estimate.fitted}"]
 
@@ -276,18 +276,12 @@ def _cost(estimate: Estimate) -> dict[str, str]:
         return {}
     if cost is None:
         return {"cost": UNKNOWN}
-    rows = {
+    return {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
         "on demand": dollars(cost.on_demand_usd),
-        "spot": UNKNOWN,
+        "spot": dollars(cost.spot_usd),
     }
-    spot = cost.spot
-    if spot is not None and not spot.is_sensible:
-        rows["spot"] = "not sensible: interruptions and saves take nearly all of the time"
-    elif spot is not None:
-        rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
-    return rows
 
 
 def remarks(estimates: Sequence[Estimate]) -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ def test_several_targets_stand_side_by_side(cli):
         assert re.fullmatch(r"step: \S+ .s \(\S+ .s to \S+ .s\), bound by .*", step)
         assert re.fullmatch(r"speed: [\d.]+M tokens/s, MFU .*", speed)
         assert re.fullmatch(r"time: [\d.]+ s for 819k tokens in 800 steps", time)
-        assert re.fullmatch(r"cost: \S.* on demand; spot \S.*", cost)
+        assert re.fullmatch(r"cost: \S.* on demand; \S.* at the spot price, if nothing is interrupted", cost)
         assert empty == ""
     assert re.split(r"  +", lines[18].strip()) == ["h100", "v5e-1", "rtx4090"]
     for title in ("memory of one device, at its peak", "step, predicted", "whole run", "assumptions"):

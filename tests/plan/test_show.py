@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
 from jaxtrain.plan.compile import ExactMemory
-from jaxtrain.plan.cost import Cost, Spot
+from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.hardware import find
 from jaxtrain.plan.memory import Memory
@@ -46,7 +46,7 @@ NO_LINK = dataclasses.replace(
     high_seconds=math.inf,
     traffic=(Traffic("fsdp", GIB, math.inf, math.inf, "network", "gradients"),),
 )
-COST = Cost(1000, 100.0, 0.01, 800.0, 8, 2400.0, Spot(1.5, 1443.0, 0.98, 102.0, 1224.0, 4.4))
+COST = Cost(1000, 100.0, 0.01, 800.0, 8, 2400.0, 1200.0)
 
 
 def estimate_on(name="h100", num_devices=8, **changes) -> Estimate:
@@ -82,7 +82,7 @@ CASES = {
     "one known of two": [estimate_on(), bare()],
     "thirteen parts": [with_memory(parts={f"part number {number}": number * GIB for number in range(1, 14)})],
     "ten": [estimate_on(num_devices=8 * count) for count in range(1, 11)],
-    "no link": [estimate_on(time=NO_LINK, cost=dataclasses.replace(COST, hours=math.inf, spot=None))],
+    "no link": [estimate_on(time=NO_LINK, cost=dataclasses.replace(COST, hours=math.inf, spot_usd=None))],
 }
 
 
@@ -118,7 +118,7 @@ ANSWER = [
     "step: 1.25 s (1 s to 2.5 s), bound by memory bandwidth",
     "speed: 210k tokens/s (26.2k per device), MFU 40.0 % (20.0 to 50.0 %)",
     "time: 100.0 hours (4 d 4:00) for 262M tokens in 1,000 steps",
-    "cost: $2,400 on demand; spot $1,224 in 102.0 hours",
+    "cost: $2,400 on demand; $1,200 at the spot price, if nothing is interrupted",
 ]
 NOT_KNOWN = "step: not known: no peak for fp32 on this hardware"
 ADVICE = ("remat.policy=full: 12.0 GiB", "train.accumulation_steps=2: 14.0 GiB")
