@@ -229,11 +229,6 @@ def begin_counts(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array) 
     )
 
 
-def copy_slot(state: SlotState, source: jax.Array, target: jax.Array, *, layout: CacheLayout) -> SlotState:
-    """Copy the keys and values of one slot to another; both are indices, int32 []."""
-    return replace(state, cache=layout.put(state.cache, layout.take(state.cache, source), target))
-
-
 def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) -> Chosen:
     """What is reported of a token in each row; sorting out the alternatives is left out where nobody asked."""
     number = min(MOST_ALTERNATIVES, logits_RV.shape[-1])
@@ -330,9 +325,8 @@ class Programs:
             prefills = {}
             for width in sorted(widths):
                 prefills[width] = compiled(read, fed, (_nothing_to_read(width),), (placed, replicated))
-            copy = compiled(functools.partial(copy_slot, layout=self._layout), one, (np.int32(0), np.int32(0)), placed)
             counts = compiled(begin_counts, one, (np.int32(0), np.zeros(self.vocab_size, np.int32)), placed)
-        self._decode, self._copy, self._begin_counts = decode.result(), copy.result(), counts.result()
+        self._decode, self._begin_counts = decode.result(), counts.result()
         self._prefill = {width: program.result() for width, program in prefills.items()}
 
     def _nothing_to_decode(self) -> tuple[Any, ...]:
@@ -354,10 +348,6 @@ class Programs:
         self._state, chosen = self._prefill[width](self.params, self._state, padded)
         return chosen
 
-    def copy(self, source: int, target: int) -> None:
-        """Run `copy_slot`."""
-        self._state = self._copy(self._state, np.int32(source), np.int32(target))
-
     def begin_counts(self, slot: int, prompt_counts_V: np.ndarray) -> None:
         """Run `begin_counts`."""
         self._state = self._begin_counts(self._state, np.int32(slot), prompt_counts_V)
@@ -371,7 +361,6 @@ class Programs:
         self.decode(*given, wants_top=False)
         for width in self._prefill:
             jax.block_until_ready(self.prefill(_nothing_to_read(width)))
-        self.copy(0, 0)
         self.begin_counts(0, np.zeros(self.vocab_size, np.int32))
 
 
