@@ -286,6 +286,8 @@ class TransformerConfig(_Blocks):
     """Normalize queries and keys: each head (true: Qwen3), with scales per head (Cohere), over all heads (OLMo 2)."""
     attention_softcap: Positive | None = None
     """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
+    attention_sinks: bool = False
+    """Give each head's softmax one more, learned score, whose value is 0 (gpt-oss)."""
     activation: Activation = "swiglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
     embedding_scale: Positive | None = None

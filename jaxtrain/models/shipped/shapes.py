@@ -265,6 +265,8 @@ def _stack(config: TransformerConfig) -> Rows:
         rows |= _norm(f"blocks/{name}", config, layers=layers)
     for name, one in qk_norm_shapes(config).items():
         rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
+    if config.attention_sinks:
+        rows["blocks/attention/sinks"] = ((layers, config.num_heads), ("layers", "heads"))
     for name, one in attention_shapes(config).items():
         rows |= _linear(f"blocks/attention/{name}", one, bias=config.has_bias(name), layers=layers)
     if config.experts is not None:
