@@ -42,7 +42,7 @@ from jaxtrain.ops.attention.reference import (
 )
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
-from jaxtrain.ops.elementwise import gelu
+from jaxtrain.ops.elementwise import GATED
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -323,9 +323,7 @@ class MLP(nnx.Module):
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
     def _gated(self, gate: Linear, x_BLD: jax.Array, up_BLF: jax.Array) -> jax.Array:
-        def product(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-            return (jax.nn.silu(gate_BLF) if self.activation == "swiglu" else gelu(gate_BLF)) * up_BLF
-
+        product = GATED[self.activation]
         if isinstance(gate.kernel.get_value(), LowRankKernel):
             # Of a fine-tuning the activations are most of what a step holds. The backward pass keeps the two factors
             # and computes the sigmoid again, where autodiff keeps six arrays: a fifth of all temporary memory.
