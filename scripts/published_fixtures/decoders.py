@@ -72,6 +72,7 @@ _LLAMA: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
+_LAYERNORM = {**{name: value for name, value in _LLAMA.items() if name != "rms_norm_eps"}, "layer_norm_eps": 1e-5}
 _GEMMA = {
     **_LLAMA, "hidden_size": 12, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
     "tie_word_embeddings": True, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-6, "intermediate_size": 20,
@@ -90,6 +91,7 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.3, 1.7],
     "long_factor": [1.5, 3.0, 5.0], "original_max_position_embeddings": 16,
 }  # fmt: skip
+_PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -215,6 +217,23 @@ FIXTURES = (
             sliding_window=5, rope_parameters=_ROPE, residual_dropout=0.0, embedding_dropout=0.0,
         ), language_model, gradients=("model.layers.0.mlp.c_fc.weight",),
         matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
+    ),
+    Fixture(
+        "stablelm", tf.StableLmForCausalLM,
+        tf.StableLmConfig(**_LAYERNORM | {"num_attention_heads": 2}, rope_parameters=_PARTIAL, use_qkv_bias=True),
+        language_model, old=old_form,
+        gradients=("model.layers.0.input_layernorm.bias", "model.norm.bias", "model.layers.1.self_attn.k_proj.bias"),
+        matters=({"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}, {"use_parallel_residual": True},
+                 {"use_qkv_bias": False}, {"layer_norm_eps": 0.1},
+                 {"rope_parameters": {**_PARTIAL, "rope_theta": 100.0}}),
+    ),
+    Fixture(
+        "stablelm_parallel", tf.StableLmForCausalLM,
+        tf.StableLmConfig(**_LAYERNORM, rope_parameters=_PARTIAL, qk_layernorm=True, use_parallel_residual=True),
+        language_model, old=old_form,
+        gradients=("model.layers.0.self_attn.q_layernorm.norms.3.weight",
+                   "model.layers.1.self_attn.k_layernorm.norms.0.weight", "model.layers.0.input_layernorm.weight"),
+        matters=({"qk_layernorm": False}, {"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}),
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,

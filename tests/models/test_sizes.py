@@ -82,6 +82,10 @@ TRANSFORMERS = {
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_7b": 7_173_923_840,
     "starcoder2_15b": 15_957_889_024,
+    # Of the tensors; the pages of StableLM 2 say 1,644,417,024 and 12,143,605,760, which differ by norms alone.
+    "stablelm_3b_4e1t": 2_795_443_200,
+    "stablelm_2_1.6b": 1_644_515_328,
+    "stablelm_2_12b": 12_143_185_920,
     "qwen2_0.5b": 494_032_768,
     "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,

@@ -123,7 +123,12 @@ _SILU = mapped("hidden_act", "activation", "silu", {"silu": "swiglu", "swish": "
 
 
 def decoder_keys(
-    defaults: Config, *, activation: Key = _SILU, mlp: str = "intermediate_size", write_head_dim: bool = True
+    defaults: Config,
+    *,
+    activation: Key = _SILU,
+    mlp: str = "intermediate_size",
+    epsilon: str = "rms_norm_eps",
+    write_head_dim: bool = True,
 ) -> tuple[Key, ...]:
     """Returns the keys that decoders share.
 
@@ -132,14 +137,16 @@ def decoder_keys(
             1e-6 and an output layer of its own are there unless said otherwise.
         activation: The key of the activation.
         mlp: The key of the MLP's width.
+        epsilon: The key of the norms' epsilon.
         write_head_dim: False: transformers divides the width by the heads, and knows no key for the usual head_dim.
     """
     usual = dict(num_kv_heads=lambda file: int(file["num_attention_heads"]), head_dim=split_width)
     defaults = usual | dict(norm_epsilon=1e-6, tie_embeddings=False) | {**defaults}
+    names = {"mlp_dim": mlp, "norm_epsilon": epsilon}
     keys = []
     for name, ours in _DECODER.items():
         written = write_head_dim or ours != "head_dim"
-        keys.append(mapped(mlp if ours == "mlp_dim" else name, ours, defaults[ours], write_default=written))
+        keys.append(mapped(names.get(ours, name), ours, defaults[ours], write_default=written))
     return (*keys, activation, fixed("attention_dropout", 0.0, 0))
 
 
