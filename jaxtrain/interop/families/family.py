@@ -22,6 +22,7 @@ from jaxtrain.interop.formats.rope import read_rope, write_rope
 from jaxtrain.interop.formats.rows import Row
 
 Config = Mapping[str, Any]
+Values = Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Key:
     name: str
     default: Any = None
     to: str | None = None
-    values: Config | None = None
+    values: Values | None = None
     allowed: tuple[Any, ...] | Callable[[Config], tuple[Any, ...]] = ()
     others: tuple[str, ...] = ()
     is_read: bool = True
@@ -53,7 +54,7 @@ class Key:
         return self.default(file) if callable(self.default) else self.default
 
 
-def mapped(name: str, to: str, default: Any, values: Config | None = None, *, write_default: bool = True) -> Key:
+def mapped(name: str, to: str, default: Any, values: Values | None = None, *, write_default: bool = True) -> Key:
     """Returns a key that becomes the key `to` of our model group."""
     return Key(name, default, to, values, write_default=write_default)
 
