@@ -309,16 +309,8 @@ def _planning() -> None:
     compiling("--analytic", action="store_true", help="do not compile, even where the compiler is installed")
     compiling("--exact", action="store_true", help="fail where no compiler can check the figures")
     add("--search", action="store_true", help="try every layout, and rank by time those that fit")
-    add(
-        "--vary",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="WHAT",
-        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), batch",
-    )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
     add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
     add_shared(parser, "--json")
 

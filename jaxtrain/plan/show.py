@@ -126,15 +126,11 @@ def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> lis
     if not first:
         lines.append(f"{target.name}: none of {found.tried} layouts fits; the plan is of the one of the least memory")
     else:
-        unit, order = first[0].workload.unit, "by memory, since no time is known"
-        if first[0].time is not None:
-            order = f"by {unit}/s, at equal {unit} of the run" if "batch" in found.vary else "by step time"
+        order = "by memory, since no time is known" if first[0].time is None else "by step time"
         lines.append(f"{target.name}: {len(found.ranked)} of {found.tried} layouts fit; the first {order}:")
     for place, one in enumerate(first, 1):
         speed = "no time" if one.time is None else seconds_text(one.time.seconds)
-        if one.time is not None and "batch" in found.vary:
-            speed = f"{format_count(one.tokens_per_second or one.rows_per_second)} {one.workload.unit}/s"
-        layout = describe_layout(one.config, found.vary)
+        layout = describe_layout(one.config)
         compiled = next((each for each in plans if each.exact is not None and each.config == one.config), None)
         layout += "; too large by the compiler" if compiled is not None and compiled.fits is False else ""
         lines.append(f"  {place:>2}. {speed:>10}  {size_text((compiled or one).peak_bytes):>10}  {layout}")
@@ -184,7 +180,7 @@ def _setup(estimate: Estimate) -> dict[str, str]:
     }
     if target.num_hosts > 1:
         rate, between = hardware.network_bandwidth, "slices" if hardware.kind == "tpu" else "nodes"
-        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) a device between {between} (--network)"
+        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) a device between {between}"
     if parallel.zero:
         rows["ZeRO"] = f"stage {parallel.zero}"
     if degrees["pipe"] > 1:

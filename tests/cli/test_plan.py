@@ -61,7 +61,7 @@ def test_json_holds_what_the_table_shows(cli):
 
 def test_cost_follows_what_is_asked(cli, tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("h100: {on_demand_usd_hour: 1.5}\n")
+    path.write_text("h100: {on_demand_usd_hour: 1.5, network_bandwidth: 1.0e+8}\n")
 
     def cost(*words):
         return plans(cli(*PLAN, "h100x8", "--json", *words))[0]["cost"]
@@ -70,8 +70,8 @@ def test_cost_follows_what_is_asked(cli, tmp_path):
     assert plain["steps"] == 800
     own = cost("--hardware", str(path))
     assert own["on_demand_usd"] == pytest.approx(1.5 * own["device_hours"])
-    slow = cost("parallel.fsdp=16", "--on", "h100x16", "--network", "1Gb")
-    assert slow["hours"] > cost("parallel.fsdp=16", "--on", "h100x16", "--network", "200Gb")["hours"]
+    two_nodes = ("parallel.fsdp=16", "--on", "h100x16")
+    assert cost(*two_nodes, "--hardware", str(path))["hours"] > cost(*two_nodes)["hours"]
 
 
 # id: config, devices and overrides. The abstract state of the real step has the bytes that a run allocates.
