@@ -108,11 +108,6 @@ class RemotePath:
         with _in_words(self):
             _client(self.scheme).pipe_file(self._full, content, mode="create" if only_new else "overwrite")
 
-    def open(self, mode: str) -> Any:
-        """Open an object to read ("rb") or write ("wb") it in parts; what is written is there once it is closed."""
-        with _in_words(self):
-            return _client(self.scheme).open(self._full, mode, cache_type="readahead")
-
     def unlink(self, *, missing_ok: bool = True) -> None:
         """Delete an object; nothing happens where there is none."""
         with _in_words(self), contextlib.suppress(FileNotFoundError):
@@ -202,11 +197,6 @@ def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: typ
     if importlib.util.find_spec(package) is None:
         raise error(f"{what}: {found} needs the package {package}: pip install '.[{extra}]'")
     return found
-
-
-def is_remote(place: Place) -> bool:
-    """Whether a place is in an object store."""
-    return isinstance(place, RemotePath)
 
 
 def names(folder: Place) -> list[str]:
