@@ -171,10 +171,31 @@ class ExpertsConfig(Group):
     """Number of experts in each block."""
     experts_per_token: PositiveInt = 2
     """Number of experts that the router chooses for each token."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits: a probability among all experts, or each one's sigmoid (DeepSeek V3)."""
+    score_bias: bool = False
+    """Add a bias per expert to the scores by which experts are chosen, which training keeps as it is (DeepSeek V3)."""
+    normalize_weights: bool | None = None
+    """Let the weights of a token's experts sum to 1; null: with several experts per token."""
+    weights_scale: Positive = 1.0
+    """Factor of the weights of the experts."""
+    groups: PositiveInt = 1
+    """Equal groups of experts; a token takes experts of the groups whose two best scores are largest."""
+    groups_per_token: PositiveInt = 1
+    """Number of groups that a token takes experts of."""
+    shared_dim: PositiveInt | None = None
+    """Width of an MLP that every token passes beside its experts; null: none."""
     load_balance_weight: NonNegative = 0.01
     """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: NonNegative = 0.001
     """Weight of the loss that keeps the router's logits small."""
+
+    @property
+    def groups_fit(self) -> bool:
+        """Whether the groups are equal, and hold two experts each and those of a token."""
+        size, rest = divmod(self.num_experts, self.groups)
+        fits = rest == 0 and size > 1 and self.groups_per_token * size >= self.experts_per_token
+        return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
 
 
 class LocalLayers(Group):
@@ -321,6 +342,13 @@ class TransformerConfig(_Blocks):
         """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
         return self.head_kind in ("language_model", "masked_language_model")
 
+    @property
+    def shared(self) -> "TransformerConfig | None":
+        """The blocks whose MLP is the one that every token passes beside its experts, where there is one."""
+        if self.experts is None or self.experts.shared_dim is None:
+            return None
+        return self.model_copy(update=dict(experts=None, mlp_dim=self.experts.shared_dim))
+
     def has_bias(self, part: str) -> bool:
         """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
         return has_bias(self.bias, part)
@@ -352,6 +380,8 @@ class TransformerConfig(_Blocks):
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
+            "experts.groups are not equal groups of two experts and more, of which groups_per_token hold those of a "
+            "token": self.experts is not None and not self.experts.groups_fit,
             "experts have activation gelu, swiglu or clamped_swiglu": moe
             and self.activation not in ("gelu", "swiglu", "clamped_swiglu"),
             "experts have losses per token, which this head has no place for; set head: null": moe
