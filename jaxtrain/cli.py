@@ -42,7 +42,7 @@ def _help(group: str = "") -> str:
         f"usage: jaxtrain {group or 'COMMAND '}...\n\n"
         "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.\n\n"
         f"commands:\n{listed}\n\n"
-        "options everywhere:\n  --help     what a command takes\n  --debug    show the traceback of an error\n"
+        "options everywhere:\n  --help     arguments of a command\n  --debug    show the traceback of an error\n"
         "  --version  print the version\n\n"
         f"example: jaxtrain {COMMANDS[names[0]].parser.example}"
     )
