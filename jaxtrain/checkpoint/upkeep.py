@@ -113,7 +113,7 @@ class Upkeep:
                 done, moved_at = self._done(), monotonic()
             elif monotonic() - moved_at > _PATIENCE_SECONDS:
                 self._is_left = True
-                self._lines.append(f"a checkpoint of {self._folder} is left unverified or without a copy: no progress")
+                self._lines.append(f"a checkpoint of {self._folder} was not verified or not copied: no progress")
         self.look()
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ class Upkeep:
                 if places.is_complete(self._folder / str(step)):  # it was not deleted meanwhile
                     self._damaged[step] = str(error)
             except Exception as error:  # the step stays unverified, and older ones stay
-                self._lines.append(f"step {step} cannot be looked after: {error}")
+                self._lines.append(f"step {step} cannot be verified or copied: {error}")
 
     def _care_for(self, step: int) -> None:
         places.sync_folder(self._folder / str(step))
@@ -168,11 +168,11 @@ class Upkeep:
     def _copy(self, mirror: Mirror, step: int) -> None:
         try:
             mirror.copy(step, keep=self._retention.kept)
-            failed, line = False, f"step {step} has a copy in {mirror.folder}: it can be written again"
+            failed, line = False, f"step {step} was copied to {mirror.folder}: it can be written again"
         except (OSError, CheckpointError, ConfigError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             failed = True
-            line = f"step {step} has no copy in {mirror.folder}: {reason}; training goes on, the next save tries again"
+            line = f"step {step} was not copied to {mirror.folder}: {reason}; the next save tries again"
         if failed != self._mirror_fails:
             self._lines.append(line)
         self._mirror_fails = failed

@@ -65,7 +65,7 @@ def _keys(loaded: Loaded, only: str | None) -> list[DescribedKey]:
         keys = [key for key in keys if f"{key.path}.".startswith(f"{only.rstrip('.')}.")]
         if not keys:
             close = nearest_key(only, loaded.config)
-            raise ConfigError(f"--only {only}: no key begins with it" + (f"; did you mean {close!r}?" if close else ""))
+            raise ConfigError(f"--only {only}: no key starts with it" + (f"; did you mean {close!r}?" if close else ""))
     return keys
 
 

@@ -144,8 +144,8 @@ def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
     run = kubernetes.KubernetesRun(**values)
     if not any(f"{training.run_dir}/".startswith(f"{path}/") for path in volumes):
         print_remark(
-            f"jaxtrain: the run directory {training.run_dir} lies on no volume and is lost with its pod; add --volume "
-            "CLAIM:PATH of a claim that all hosts may write to (ReadWriteMany)"
+            f"jaxtrain: the run directory {training.run_dir} is on no volume and is lost with its pod; add --volume "
+            "CLAIM:PATH with a claim that all hosts can write to (ReadWriteMany)"
         )
     kind, about = "jobset" if jobset else "job", f"-n {run.namespace}"
     header = [

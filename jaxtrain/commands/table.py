@@ -17,7 +17,7 @@ _MOST, _MOST_PROCESSES = 10**9, 4096
 def whole(text: str, least: int, most: int) -> int:
     """Read a whole number from `least` to `most`."""
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more, and at most {most}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
     return int(text)
 
 

@@ -38,7 +38,7 @@ class TokenizerConfig(Group):
     @model_validator(mode="after")
     def _path_is_read(self) -> Self:
         if self.path is not None and self.kind != "file":
-            raise ValueError(f"{self.path} is not read with kind={self.kind}; set kind=file, or leave the path out")
+            raise ValueError(f"{self.path} is not used with kind={self.kind}; set kind=file, or leave the path out")
         return self
 
 
@@ -310,7 +310,7 @@ class Component(Group):
     @model_validator(mode="after")
     def _is_a_stream(self) -> Self:
         if self.source.corruption is not None:
-            raise ValueError("a component has no corruption; set data.corruption")
+            raise ValueError("a component takes no corruption; set data.corruption")
         return self
 
 

@@ -332,10 +332,10 @@ class TransformerConfig(_Blocks):
             "experts have no biases; set bias: false, or leave experts out": moe and self.bias is True,
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
             "experts have activation gelu or swiglu": moe and self.activation not in ("gelu", "swiglu"),
-            "experts have losses per token, which this head has no place for; set head: null": moe
+            "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
-            "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,
-            "sliding_window is of all layers, local_layers of some; leave one out": self.local_layers is not None
+            "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
+            "sliding_window applies to all layers, local_layers to some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
         }
         for reason, is_so in refused.items():
@@ -458,8 +458,8 @@ def image_sizes(config: ViTConfig, input_shape: tuple[int, ...]) -> tuple[int, i
     square = len(input_shape) == 3 and input_shape[0] == input_shape[1] and input_shape[0] % config.patch_size == 0
     if not square or any(want not in (None, found) for want, found in zip(wanted, input_shape, strict=True)):
         raise ConfigError(
-            f"model.kind=vit takes square images that divide into patches of model.patch_size={config.patch_size}, of "
-            f"model.image_size and model.channels where they are set, not rows of shape {list(input_shape)}"
+            f"model.kind=vit needs square images that divide into patches of model.patch_size={config.patch_size}, and "
+            f"that match model.image_size and model.channels if set, not rows of shape {list(input_shape)}"
         )
     return input_shape[0], input_shape[2]
 

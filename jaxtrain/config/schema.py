@@ -104,9 +104,9 @@ class RematConfig(Group):
     def _together(self) -> Self:
         wrong = None
         if self.policy == "names" and (not self.names or {*self.names} & {*self.offload}):
-            wrong = "remat.policy=names needs remat.names, and none of them in remat.offload"
+            wrong = "remat.policy=names needs remat.names, none of them in remat.offload"
         elif self.offload and self.policy not in ("full", "names"):
-            wrong = "remat.offload takes remat.policy=full or names, which choose tensors by name"
+            wrong = "remat.offload needs remat.policy=full or names, which choose tensors by name"
         if wrong is not None:
             raise ValueError(wrong)
         return self
@@ -233,7 +233,7 @@ class EvaluationConfig(Group):
     @model_validator(mode="after")
     def _stops_between_evaluations(self) -> Self:
         if self.early_stopping is not None and self.every is None:
-            raise ValueError("early_stopping compares evaluations, and every is null; set every, such as 100")
+            raise ValueError("early_stopping needs evaluations during training; set every, such as 100")
         return self
 
 
@@ -361,7 +361,7 @@ def check_run_name(name: str) -> str:
     parts = name.split("/")
     if not name.isprintable() or "\\" in name or any(not part.strip() or part in (".", "..") for part in parts):
         raise ValueError(
-            f"{name[:60]!r} is no folder below runs/; use letters, digits, '-', '_' and '.', or --run-dir for a path"
+            f"{name[:60]!r} is not a folder below runs/; use letters, digits, '-', '_' and '.', or --run-dir for a path"
         )
     return name
 

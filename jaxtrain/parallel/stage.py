@@ -293,7 +293,7 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
         if jitted.trace(*args).jaxpr.effects:
             raise ConfigError(
                 f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss prints (jax.debug.print), "
-                "which jax cannot in a stage; take that out, or use parallel.pipe=1"
+                "which jax cannot do in a stage; remove that, or use parallel.pipe=1"
             )
         return jitted(*args)
 

@@ -354,7 +354,7 @@ def step_time(
     hidden = [axis for axis in _OVERLAP if any(one.axis == axis for one in sent)]
     if hidden:
         shown = ", ".join(f"{axis} behind {_OVERLAP[axis][0]:.0%} of the compute" for axis in hidden)
-        assumptions.append(f"traffic hides: {shown}; the range has all of it hidden, and none")
+        assumptions.append(f"traffic hides: {shown}; the range covers all and none of it hidden")
     return StepTime(
         seconds=seconds,
         low_seconds=rated[_BEST][2],

@@ -42,7 +42,7 @@ from jaxtrain.train.state import (
 )
 from jaxtrain.train.step import TrainStep
 
-_GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
+_GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to resume with the change"
 _SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
 # data is noticed by its content, and more steps are how a run is made longer.

@@ -41,7 +41,7 @@ def test_the_folder_gives_the_settings_and_what_is_set_beside_it_wins():
     lora = jt.load_config(CONFIG, overrides=["finetune.lora.dropout=0.1"]).config.finetune.lora
     targets = ("blocks/attention/query", "blocks/attention/value")
     assert lora == jt.LoraConfig(rank=4, alpha=8.0, dropout=0.1, targets=targets)
-    with pytest.raises(ConfigError, match=r"finetune\.adapter=.*without its base; set model\.from"):
+    with pytest.raises(ConfigError, match=r"finetune\.adapter=.*needs its base; set model\.from"):
         jt.load_config({**CONFIG, "model": {"kind": "transformer", "size": "gpt2"}})
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
         jt.load_config(CONFIG, overrides=[f"finetune.adapter={LLAMA}"])
@@ -116,7 +116,7 @@ def test_a_merge_of_another_scale_is_refused(imported, cli, tmp_path, monkeypatc
 
     monkeypatch.setattr(export, "merge_adapters", wrong)
     answer = cli("export", str(imported), "-o", str(tmp_path / "out"), "--merge")
-    assert (answer.code, answer.err.count("the merged model is not the base with its adapters")) == (4, 1)
+    assert (answer.code, answer.err.count("the merged model differs from the base with its adapters")) == (4, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,9 +158,9 @@ def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("import", "ADAPTER", "-o", "x"), 2, "write --base"),
+        (("import", "ADAPTER", "-o", "x"), 2, "with --base FOLDER"),
         (("import", "ADAPTER", "--base", "OTHER", "-o", "x"), 4, "another base"),
-        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge has no use for a copy of a published model"),
+        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge does not apply to a copy of a published model"),
     ],
     ids=["no_base", "other_base", "a_folder_to_merge"],
 )
