@@ -97,9 +97,9 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
         logical = "(not in the table)" if axes is None else ", ".join(axis or "-" for axis in axes)
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         rows.append((name, shape, logical, _mesh_axes(leaf.sharding.spec), format_bytes(each)))
-    print_table(("parameter", "shape", "logical axes", "mesh axes", "a device"), rows)
+    print_table(("parameter", "shape", "logical axes", "mesh axes", "per device"), rows)
     mesh = " ".join(f"{axis}={size}" for axis, size in sharded_model.mesh.shape.items() if size > 1) or "one device"
-    print_text(f"\n{format_count(total)} parameters ({total:,}) on {mesh}: {format_bytes(held)} a device")
+    print_text(f"\n{format_count(total)} parameters ({total:,}) on {mesh}: {format_bytes(held)} per device")
 
 
 def _mesh_axes(spec: Any) -> str:

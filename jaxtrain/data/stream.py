@@ -84,7 +84,7 @@ class BatchStream:
             found = next(self._iterator, missing)
         if found is missing:
             raise DataError(
-                f"the iterator ended after {self._position} batches; give one that goes on, fewer steps, or an object "
+                f"the iterator ended after {self._position} batches; give a longer one, fewer steps, or an object "
                 "that can be iterated again, such as a DataLoader"
             )
         # Copied: an iterator may refill its own arrays, while its batches wait in the queue or are read by devices.

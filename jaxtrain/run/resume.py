@@ -180,7 +180,7 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
         return given
     if not isinstance(path, str | Path):
         raise ConfigError(
-            "checkpoints of adapters name the weights below them, and params= are arrays; give the path of a run, of a "
+            "checkpoints of adapters name their base weights, but params= are arrays; give the path of a run, of a "
             "checkpoint that holds them, or of a published folder"
         )
     if not is_published(path):

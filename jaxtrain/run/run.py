@@ -406,7 +406,7 @@ def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> lis
     ]
     if trains is not None:
         trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(step.abstract_state, trains).params))
-        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold them alone")
+        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold only these")
     unused = unused_accelerator(jax.devices()[0].platform)
     return [
         *lines,

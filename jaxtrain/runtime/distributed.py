@@ -308,7 +308,7 @@ def verdict_of(everyone: Sequence[Mapping[str, Any]]) -> UserError | None:
     """The error of all processes, by what each says; None where all did the work and say the same."""
     for index, said in enumerate(everyone):
         if "failed" in said:
-            error = _ERRORS.get(said["code"], UserError)(f"process {index} cannot go on: {said['failed']}")
+            error = _ERRORS.get(said["code"], UserError)(f"process {index} cannot continue: {said['failed']}")
             error.exit_code = said["code"]
             return error
     found = []

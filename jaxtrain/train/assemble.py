@@ -297,8 +297,8 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
         return model
     if model.adapted is not None:
         raise ConfigError(
-            f"finetune.lora, but the model {model.name} is adapted already; leave the group finetune out, or give the "
-            "model that it was made of"
+            f"finetune.lora, but the model {model.name} has adapters already; leave the group finetune out, or give a "
+            "model without adapters"
         )
     paths = list(parameter_shapes(model))
     # What is drawn may be model_state.

@@ -55,7 +55,7 @@ class StepSettings:
             )
         if task.calls_model and task.rows == "global" and steps > 1:
             raise ConfigError(
-                f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, "
+                f"task {task.name!r} calls the model on all rows, which microbatches do not have; write Task(name, "
                 "loss, rows='global') with loss(outputs, batch), or use accumulation_steps=1"
             )
 

@@ -39,7 +39,7 @@ def test_a_file_without_keys_gives_the_defaults(written, content):
 
 
 def test_missing_config(tmp_path):
-    with pytest.raises(ConfigError, match=r"^no config 'quickstrat', .* did you mean 'quickstart'\?$"):
+    with pytest.raises(ConfigError, match=r"^no config 'quickstrat': .* did you mean 'quickstart'\?$"):
         load_config("quickstrat")
     with pytest.raises(ConfigError, match="it is not a shipped name, a file or a run"):
         load_config(tmp_path)

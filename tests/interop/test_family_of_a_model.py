@@ -43,7 +43,7 @@ def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is
     group = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "vocab_size": 67, "max_sequence_length": 24}
     group |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "rotary_fraction": 0.5}
     model = settings_of(parse_settings({"kind": "transformer", **group}))
-    with pytest.raises(ConfigError, match="no published family has this model"):
+    with pytest.raises(ConfigError, match="no published family fits this model"):
         family_for(model)
     with pytest.raises(ConfigError, match=r"from phi3, which cannot express model\.rope_scaling="):
         family_for(model, model_type="phi3")

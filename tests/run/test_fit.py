@@ -138,7 +138,7 @@ def test_a_fingerprint_is_of_the_content() -> None:
     assert "sha256" not in augmented.fingerprint, "rows that are drawn anew identify nothing"
     held_out = [data_of((X, Y), validation=(rows, Y)).fingerprint for rows in (X, X.copy(), changed)]
     assert held_out[0] == held_out[1] != held_out[2]
-    assert "drawn anew" in augmented.description[0]
+    assert "drawn when read" in augmented.description[0]
 
 
 def test_nested_inputs_and_no_targets(tmp_path: Path) -> None:
