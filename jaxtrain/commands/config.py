@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         first_lines = {
             name: find_config(name).read_text(encoding="utf-8").partition("\n")[0] for name in shipped_configs()
         }
-        print_table(("name", "what it is"), [(name, line.lstrip("# ")) for name, line in first_lines.items()])
+        print_table(("name", "description"), [(name, line.lstrip("# ")) for name, line in first_lines.items()])
     else:
         loaded = _load(config, arguments)
         if arguments.yaml:

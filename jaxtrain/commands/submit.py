@@ -34,7 +34,7 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", metavar="DIR", help="run directory; default: runs/<name>, or CONFIG if a run")
     add("--signal", choices=SIGNALS, default="TERM", help="signal sent before the time limit; default: TERM")
     add("--warning-seconds", type=count, default=120, metavar="S", help="seconds from signal to limit; default: 120")
-    add("--max-restarts", type=step_number, default=10, metavar="N", help="most restarts; default: 10")
+    add("--max-restarts", type=step_number, default=10, metavar="N", help="maximum number of restarts; default: 10")
     add(
         "--restart-at",
         type=lambda text: tuple(map(step_number, text.split(","))),
@@ -110,7 +110,7 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add("--namespace", default="default", metavar="NS", help="namespace of all objects; default: default")
     add("--name", metavar="NAME", help="name of the job; default: the config's")
     add("--grace", dest="grace_seconds", type=count, default=600, metavar="S", help="seconds to save in; default: 600")
-    add("--restarts", type=step_number, default=3, metavar="N", help="most restarts; default: 3")
+    add("--restarts", type=step_number, default=3, metavar="N", help="maximum number of restarts; default: 3")
     add("--run-dir", metavar="DIR", help="run directory in the pods; default: <first volume>/<name>")
     add_each = functools.partial(add, action="append", default=[])
     add_each("--volume", metavar="CLAIM:PATH", help="mount a persistent volume claim; may repeat")

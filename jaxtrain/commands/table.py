@@ -191,13 +191,13 @@ def _use() -> None:
     add = parser.add_argument
     add("path", metavar="RUN|FOLDER", help="run directory, published model folder, GGUF file or adapter folder")
     add_shared(parser, "overrides")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: 127.0.0.1 (this machine only)")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address; default: 127.0.0.1 (this machine only)")
     add("--port", type=step_number, default=8000, metavar="N", help="port, 0 for a free one; default: 8000")
     add("--api-key-file", metavar="FILE", help="file with the API key of clients; default: $JAXTRAIN_API_KEY")
     add("--name", metavar="NAME", help="model name that clients ask for; default: the folder's name")
     add("--slots", type=count, default=8, metavar="N", help="answers generated at a time; default: 8")
-    add("--length", type=count, metavar="N", help="most tokens of prompt and answer; default: up to 4096")
-    add("--queue", type=count, default=256, metavar="N", help="most answers that may wait; default: 256")
+    add("--length", type=count, metavar="N", help="maximum tokens of prompt and answer; default: up to 4096")
+    add("--queue", type=count, default=256, metavar="N", help="maximum number of waiting answers; default: 256")
     add("--adapter", metavar="DIR", help="PEFT adapter to apply to a published model")
     add_shared(parser, "--quantize", "--step", "--emulate")
 
@@ -293,7 +293,7 @@ def _many() -> None:
 
 
 def _planning() -> None:
-    parser = _verb("plan", "estimate a config's memory, time and cost on hardware that need not be here", "plan.run")
+    parser = _verb("plan", "estimate a config's memory, time and cost on hardware that you need not have", "plan.run")
     parser.example = "plan llama3_8b --on h100x8,v5p-8"
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", help="shipped name (llama3_8b, ...) or YAML file")
