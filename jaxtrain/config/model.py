@@ -9,6 +9,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
+from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
 
 # Key of a model group -> value.
 Size = dict[str, object]
@@ -267,14 +268,22 @@ class TransformerConfig(_Blocks):
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
     rotary_fraction: Ratio = 1.0
     """Fraction of a head's dimensions, from the first on, that are rotated (GPT-NeoX: 0.25)."""
-    block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
-    """Norm before each layer (pre), after each sum (post), or both (sandwich); parallel: attention beside MLP."""
+    rope_layers: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)] | None = None
+    """Layers with rotary positions (1) and without positions (0), as a repeated pattern (SmolLM3); null: all 1."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring dims as pairs (GPT-J, Cohere), instead of first half with second half."""
+    block: Literal["pre", "post", "output", "sandwich", "parallel", "parallel_one_norm"] = "pre"
+    """Norm of inputs (pre), sums (post), outputs, or inputs and outputs (sandwich); parallel: attention beside MLP."""
+    residual_scale: Positive | None = None
+    """Factor of the outputs of attention and MLP on the residual stream (Granite); null: 1."""
     norm_epsilon: Ratio = 1e-5
     """Added to the variance in each normalization."""
     norm_offset: bool = False
     """Store each norm's scale minus 1 (Gemma)."""
-    qk_norm: bool = False
-    """Normalize each head's queries and keys before positions are applied (Qwen3, Gemma 3)."""
+    norm_bias: bool | None = None
+    """Add biases to LayerNorm (StableLM: true, with bias: false); null: if bias is true."""
+    qk_norm: bool | Literal["per_head", "whole"] = False
+    """Normalize queries and keys: each head (true: Qwen3), with scales per head (Cohere), over all heads (OLMo 2)."""
     attention_softcap: Positive | None = None
     """Soft cap c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no cap."""
     activation: Activation = "swiglu"
@@ -289,8 +298,10 @@ class TransformerConfig(_Blocks):
     """Soft cap c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no cap."""
     head: HeadConfig | None = None
     """Output of the model: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
-    bias: bool | Literal["qkv"] = False
-    """Add biases to linear layers and LayerNorm; qkv: only to queries, keys and values (Qwen2)."""
+    bias: bool | Literal["qkv", "attention", "mlp"] = False
+    """Add biases to linear layers and LayerNorm; or only to queries, keys and values (qkv), attention or MLP."""
+    output_bias: bool = False
+    """Add a bias to the output layer (Phi-2, GPT-J)."""
     causal: bool = True
     """Each position attends to itself and earlier ones; false: to all (an encoder)."""
     sliding_window: PositiveInt | None = None
@@ -307,6 +318,15 @@ class TransformerConfig(_Blocks):
     def has_output_layer(self) -> bool:
         """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
         return self.head_kind in ("language_model", "masked_language_model")
+
+    def has_bias(self, part: str) -> bool:
+        """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
+        return has_bias(self.bias, part)
+
+    @property
+    def norms_have_biases(self) -> bool:
+        """Whether the norms of the residual stream have biases."""
+        return norm_has_bias(self.norm, self.bias, self.norm_bias)
 
     @property
     def rotary_dims(self) -> int:
@@ -329,7 +349,7 @@ class TransformerConfig(_Blocks):
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
-            "experts have no biases; set bias: false, or leave experts out": moe and self.bias is True,
+            "experts have no biases; set bias: false, or leave experts out": moe and self.bias in (True, "mlp"),
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
             "experts have activation gelu or swiglu": moe and self.activation not in ("gelu", "swiglu"),
             "experts add losses per token, which this head does not support; set head: null": moe

@@ -62,7 +62,7 @@ def test_a_step_starts_from_an_adapter():
         step.init(0, adapter=ADAPTER)
     other = jt.adapt(jt.load_pretrained(LLAMA).model, lora=model.adapted.lora.model_copy(update={"alpha": 9.0}))
     other = jt.make_train_step(other, jt.language_modeling(), optax.sgd(0.1))
-    with pytest.raises(ConfigError, match="of rank 4 times 2, and"):
+    with pytest.raises(ConfigError, match="has rank 4 and scale 2, but"):
         other.init(0, params=LLAMA, adapter=ADAPTER)
 
 

@@ -91,7 +91,7 @@ def alone() -> tuple[TrainStep, Any]:
 def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, zero, degrees):
     state, choices = train(make(ADAMW, offload=True, devices=devices, zero=zero, **degrees))
     assert_equal(state, alone[1])
-    assert any("slices pass" in line for line in choices)
+    assert any("in slices" in line for line in choices)
     kinds = {leaf.ndim > 0: leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
     assert kinds == {True: "pinned_host", False: "device"}
 

@@ -37,6 +37,21 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "norms of outputs, and over all heads": (
+        TransformerConfig(block="output", qk_norm="whole", num_kv_heads=2),
+        TOKENS,
+    ),
+    "one norm, scales per head, biases of the MLP, norms and output": (
+        TransformerConfig(
+            block="parallel_one_norm",
+            norm="layernorm",
+            qk_norm="per_head",
+            bias="mlp",
+            norm_bias=True,
+            output_bias=True,
+        ),
+        TOKENS,
+    ),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),
     "deep mlp": (MLPConfig(hidden_dims=(64, 32, 16)), IMAGES),
 }
