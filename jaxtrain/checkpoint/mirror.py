@@ -33,7 +33,7 @@ class Mirror:
         place, here = (str(one.resolve() if isinstance(one, Path) else one) for one in (folder, source))
         # The second is that of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
         if f"{place}/".startswith(f"{here}/") or place == str(source.parent):
-            raise ConfigError(f"checkpoint.mirror: {folder} is beside {source}; use a folder on another disk")
+            raise ConfigError(f"checkpoint.mirror: {folder} overlaps {source}; use a folder on another disk")
 
     def check_owner(self) -> None:
         """Raise a ConfigError where the folder holds the copies of another run."""
