@@ -8,7 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families import bert, gemma, gpt2, gpt_neox, llama, phi3, qwen, resnet, starcoder2, t5, vit
+from jaxtrain.interop.families import (
+    bert,
+    cohere,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    llama,
+    phi3,
+    qwen,
+    resnet,
+    stablelm,
+    starcoder2,
+    t5,
+    vit,
+)
 from jaxtrain.interop.families.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -17,6 +32,8 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
+        gpt_oss.FAMILY,
+        *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
     )
 }
 
