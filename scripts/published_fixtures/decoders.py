@@ -217,6 +217,14 @@ FIXTURES = (
         matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
     ),
     Fixture(
+        "olmo2", tf.Olmo2ForCausalLM, tf.Olmo2Config(**_LLAMA, head_dim=8, attention_bias=True, rope_parameters=_ROPE),
+        language_model, old=old_form,
+        gradients=("model.layers.0.self_attn.k_norm.weight", "model.layers.1.post_attention_layernorm.weight",
+                   "model.layers.1.self_attn.o_proj.bias"),
+        matters=({"attention_bias": False}, {"rms_norm_eps": 0.1},
+                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+    ),
+    Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
         tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
         gradients=("score.weight", _UP),

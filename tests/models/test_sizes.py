@@ -86,6 +86,10 @@ TRANSFORMERS = {
     "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,
     "qwen2_72b": 72_706_203_648,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
 }
 # The safetensors index published with each model (the embedding counted once).
 ENCODER_DECODERS = {
