@@ -225,6 +225,17 @@ FIXTURES = (
                  {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
     ),
     Fixture(
+        "granite", tf.GraniteForCausalLM,
+        tf.GraniteConfig(**_LLAMA | {"tie_word_embeddings": True}, head_dim=8, attention_bias=True,
+                         embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
+                         logits_scaling=5.0, rope_parameters=_ROPE),
+        language_model, old=old_form, special={"embed_tokens.weight": (0.0, 0.3)},
+        gradients=("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight",
+                   "model.layers.1.self_attn.o_proj.bias"),
+        matters=({"embedding_multiplier": 1.0}, {"attention_multiplier": 8**-0.5}, {"residual_multiplier": 1.0},
+                 {"logits_scaling": 1.0}, {"attention_bias": False}),
+    ),
+    Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
         tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
         gradients=("score.weight", _UP),

@@ -90,6 +90,10 @@ TRANSFORMERS = {
     "olmo2_7b": 7_298_617_344,
     "olmo2_13b": 13_716_198_400,
     "olmo2_32b": 32_234_279_936,
+    "granite3.0_2b": 2_533_531_648,
+    "granite3.0_8b": 8_170_848_256,
+    "granite3.3_2b": 2_533_539_840,
+    "granite3.3_8b": 8_170_864_640,
 }
 # The safetensors index published with each model (the embedding counted once).
 ENCODER_DECODERS = {

@@ -1,4 +1,4 @@
-"""Granite, as a package of somebody else adds it: Llama's tensors, with scales of its own."""
+"""A family as a package of somebody else adds it: Llama's tensors, with scales of its own."""
 
 from jaxtrain.interop.families import llama
 from jaxtrain.interop.families.family import Family, decoder_keys, fixed, mapped, own, rope_keys, size
@@ -21,8 +21,8 @@ def _write(model):
 
 
 FAMILY = Family(
-    name="granite",
-    architecture="GraniteForCausalLM",
+    name="scaled_llama",
+    architecture="ScaledLlamaForCausalLM",
     keys=(
         *decoder_keys(size({}, 32, 4096, 32, vocab_size=32000, mlp_dim=11008, max_sequence_length=2048)),
         *rope_keys(10000.0),
@@ -31,7 +31,6 @@ FAMILY = Family(
         own("logits_scaling", 1.0),
         fixed("attention_bias", False),
         fixed("mlp_bias", False),
-        fixed("residual_multiplier", 1.0),
     ),
     tensors=llama.tensors,
     fixed=dict(position="rotary", norm="rmsnorm", bias=False),
