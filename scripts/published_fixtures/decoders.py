@@ -67,6 +67,11 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope}}
 
 
+def by_interval(config: dict[str, Any]) -> dict[str, Any]:
+    """Write the config of a SmolLM3 in its old form, whose kinds of layers follow from the interval."""
+    return {name: value for name, value in old_form(config).items() if name not in ("no_rope_layers", "layer_types")}
+
+
 _LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -234,6 +239,15 @@ FIXTURES = (
                    "model.layers.1.self_attn.o_proj.bias"),
         matters=({"embedding_multiplier": 1.0}, {"attention_multiplier": 8**-0.5}, {"residual_multiplier": 1.0},
                  {"logits_scaling": 1.0}, {"attention_bias": False}),
+    ),
+    Fixture(
+        "smollm3", tf.SmolLM3ForCausalLM,
+        tf.SmolLM3Config(**{**_LLAMA, "num_hidden_layers": 4}, head_dim=8, mlp_bias=True, no_rope_layer_interval=3,
+                         use_sliding_window=True, sliding_window=5, rope_parameters=_ROPE),
+        language_model, old=by_interval,
+        gradients=("model.layers.2.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.bias"),
+        matters=({"no_rope_layers": [1] * 4}, {"no_rope_layers": [0] * 4}, {"no_rope_layers": [1, 0, 1, 1]},
+                 {"layer_types": ["full_attention"] * 4}, {"sliding_window": 6}, {"mlp_bias": False}),
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,

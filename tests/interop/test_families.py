@@ -38,7 +38,7 @@ ROWS = {
         ("llama", "llama31", "smollm2", "starcoder2", "mistral", "mixtral", "qwen2", "qwen2_window"), PLAIN
     ),
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
-    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "granite"), PLAIN),
+    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "granite", "smollm3"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
@@ -104,8 +104,9 @@ def test_logits_and_gradient(name):
         np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
 
 
-# One of each way in which a cache is filled: experts, windows, local layers, factors, learned places, two sequences.
-ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "gpt2", "t5", "olmo2")
+# One of each way in which a cache is filled: experts, windows, local layers, factors, learned places, two sequences,
+# normalized outputs, layers without positions.
+ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "gpt2", "t5", "olmo2", "smollm3")
 
 
 @pytest.mark.parametrize("name", rows(ANSWERS))

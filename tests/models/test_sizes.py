@@ -94,6 +94,7 @@ TRANSFORMERS = {
     "granite3.0_8b": 8_170_848_256,
     "granite3.3_2b": 2_533_539_840,
     "granite3.3_8b": 8_170_864_640,
+    "smollm3_3b": 3_075_098_624,
 }
 # The safetensors index published with each model (the embedding counted once).
 ENCODER_DECODERS = {

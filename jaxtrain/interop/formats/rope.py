@@ -139,9 +139,13 @@ def read_windows(layer_types: Sequence[str], window: int | None) -> dict[str, An
         return {"sliding_window": None, "local_layers": None}
     if all(pattern):
         return {"sliding_window": window, "local_layers": None}
-    repeats = (tuple(pattern[:period]) for period in range(1, len(pattern) + 1))
-    shortest = next(one for one in repeats if all(kind == one[at % len(one)] for at, kind in enumerate(pattern)))
-    return {"sliding_window": None, "local_layers": {"pattern": shortest, "window": window}}
+    return {"sliding_window": None, "local_layers": {"pattern": shortest_pattern(pattern), "window": window}}
+
+
+def shortest_pattern(layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shortest pattern that gives the numbers of all layers when it is repeated."""
+    patterns = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
+    return next(one for one in patterns if all(kind == one[at % len(one)] for at, kind in enumerate(layers)))
 
 
 def write_windows(model: Mapping[str, Any]) -> tuple[list[str], int | None]:
