@@ -51,10 +51,11 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
     old |= {"torch_dtype": config["dtype"], "transformers_version": "4.46.0"}
     rope = dict(config["rope_parameters"])
-    if "full_attention" in rope:  # Gemma 3: a scaling of the global layers only, a base of the local ones
+    if "full_attention" in rope:  # a scaling of the global layers only, and in Gemma 3 a base of the local ones
         local, rope = rope["sliding_attention"], dict(rope["full_attention"])
-        old |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 6}
-        del old["layer_types"], old["_sliding_window_pattern"]
+        del old["layer_types"]
+        if old.pop("_sliding_window_pattern", None):
+            old |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 6}
     theta, fraction = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
     if config["model_type"] == "gpt_neox":
         return old | {"rotary_emb_base": theta, "rotary_pct": fraction}
@@ -98,6 +99,10 @@ _LONGROPE = {
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}  # fmt: skip
+_OLMO3_ROPE = {
+    "full_attention": {**_YARN, "rope_theta": 500000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 
 FIXTURES = (
@@ -228,6 +233,16 @@ FIXTURES = (
                    "model.layers.1.self_attn.o_proj.bias"),
         matters=({"attention_bias": False}, {"rms_norm_eps": 0.1},
                  {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+    ),
+    Fixture(
+        "olmo3", tf.Olmo3ForCausalLM,
+        tf.Olmo3Config(**{**_LLAMA, "num_hidden_layers": 4, "max_position_embeddings": 128}, head_dim=8,
+                       sliding_window=5, rope_parameters=_OLMO3_ROPE),
+        language_model, length=40, old=old_form, gradients=("model.layers.3.self_attn.q_norm.weight",),
+        matters=({"rope_parameters": {**_OLMO3_ROPE, "full_attention": _OLMO3_ROPE["sliding_attention"]}},
+                 {"rope_parameters": {**_OLMO3_ROPE, "sliding_attention": _OLMO3_ROPE["full_attention"]}},
+                 {"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["full_attention"] * 4},
+                 {"sliding_window": 6}),
     ),
     Fixture(
         "granite", tf.GraniteForCausalLM,
