@@ -191,7 +191,7 @@ def rotate(
 def model_rotation(
     config: TransformerConfig, local: jax.Array | None, *, length: int
 ) -> tuple[jax.Array, float | jax.Array]:
-    """The frequencies of a layer of a transformer, in radians per position, float32 [R / 2], and the factor of `rotate`."""
+    """The frequencies of a layer of a transformer, in radians per position, float32 [R / 2], and its rotary factor."""
     scaling, theta = config.rope_scaling, None if config.local_layers is None else config.local_layers.rope_theta
     frequencies = rotary_frequencies(config.rotary_dims, config.rope_theta, scaling, length=length)
     factor = rotary_factor(scaling, max_length=config.max_sequence_length)

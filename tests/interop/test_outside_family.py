@@ -12,7 +12,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.safetensors import open_folder
 
 HERE = Path(__file__).parent
-KEYS = {"model_type": "scaled_llama", "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0}
+KEYS = {"model_type": "scaled_llama", "embedding_factor": 12.0, "score_factor": 0.25, "logits_divisor": 8.0}
 
 
 def scaled_llama(folder):
@@ -27,7 +27,7 @@ def scaled_llama(folder):
 
 def test_a_family_of_another_package(tmp_path, monkeypatch):
     folder = scaled_llama(tmp_path / "in")
-    with pytest.raises(ConfigError, match="model_type: scaled_llama; the known ones are llama"):
+    with pytest.raises(ConfigError, match=r"model_type: scaled_llama, .* is llama, but for keys embedding_factor"):
         jt.load_pretrained(folder)
     monkeypatch.syspath_prepend(HERE / "outside")
     pretrained = jt.load_pretrained(folder)
