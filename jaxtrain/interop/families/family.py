@@ -42,7 +42,7 @@ class Key:
     name: str
     default: Any = None
     to: str | None = None
-    values: Config | None = None
+    values: Mapping[Any, Any] | None = None
     allowed: tuple[Any, ...] | Callable[[Config], tuple[Any, ...]] = ()
     others: tuple[str, ...] = ()
     is_read: bool = True
@@ -53,7 +53,9 @@ class Key:
         return self.default(file) if callable(self.default) else self.default
 
 
-def mapped(name: str, to: str, default: Any, values: Config | None = None, *, write_default: bool = True) -> Key:
+def mapped(
+    name: str, to: str, default: Any, values: Mapping[Any, Any] | None = None, *, write_default: bool = True
+) -> Key:
     """Returns a key that becomes the key `to` of our model group."""
     return Key(name, default, to, values, write_default=write_default)
 
