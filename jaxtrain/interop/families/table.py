@@ -13,6 +13,7 @@ from jaxtrain.interop.families import (
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     olmo,
@@ -32,7 +33,7 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
-        *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
+        *(gpt_oss.FAMILY, olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
     )
 }
 
