@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
+    cohere,
     gemma,
     gpt2,
     gpt_neox,
@@ -21,6 +22,7 @@ from jaxtrain.interop.families import (
     qwen,
     resnet,
     smollm3,
+    stablelm,
     starcoder2,
     t5,
     vit,
@@ -33,7 +35,9 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
-        *(gpt_oss.FAMILY, olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
+        gpt_oss.FAMILY,
+        *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
+        *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
     )
 }
 
