@@ -158,7 +158,7 @@ def start_seconds(
                         raise NoStepError(f"no step within {_START_LIMIT_SECONDS:.0f} s")
                     if process.poll() is not None and not metrics.exists():
                         said = log.read_text(errors="replace").strip().splitlines()
-                        raise NoStepError(said[-1] if said else f"it ended with {process.returncode}")
+                        raise NoStepError(said[-1] if said else f"it ended with exit code {process.returncode}")
                     time.sleep(0.005)
                 seconds = time.monotonic() - began
             finally:
@@ -173,7 +173,7 @@ def _start(
     """Time a start with an empty cache, and then one with the programs that the first wrote there."""
     if detect_cluster() is not None:
         # A run that is timed here would join the others, in place of this process.
-        reasons["start"] = "the start of one process among several is not timed; run bench in a process alone"
+        reasons["start"] = "the start of one of several processes is not timed; run bench in a single process"
         return None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         try:

@@ -43,11 +43,11 @@ class Retention:
         return kept
 
     def _best(self, marks: Mapping[int, tuple[float | None, float | None]]) -> set[int]:
-        """The best step, by the scores where there are any, else by the losses."""
-        by_score = any(score is not None for _, score in marks.values())
-        losses = {step: score if by_score else loss for step, (loss, score) in marks.items()}
-        scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-        return {min(scored)[1]} if scored else set()
+        """The step of the best score, and that of the lowest loss among steps without one (before early stopping)."""
+        scores = [(score, step) for step, (_, score) in marks.items() if score is not None]
+        losses = [(loss, step) for step, (loss, score) in marks.items() if score is None and loss is not None]
+        finite = ([(value, step) for value, step in values if math.isfinite(value)] for values in (scores, losses))
+        return {min(values)[1] for values in finite if values}
 
 
 def _recorded(folder: Place, step: int) -> tuple[float | None, float | None]:
@@ -110,7 +110,7 @@ class Upkeep:
                 done, moved_at = self._read_bytes, monotonic()
             elif monotonic() - moved_at > _PATIENCE_SECONDS:
                 self._is_left = True
-                self._lines.append(f"a checkpoint of {self._folder} is left unverified: no progress")
+                self._lines.append(f"a checkpoint of {self._folder} was not verified: no progress")
         self.look()
 
     def release(self) -> None:
@@ -137,7 +137,7 @@ class Upkeep:
                 if places.is_complete(self._folder / str(step)):  # it was not deleted meanwhile
                     self._damaged[step] = str(error)
             except Exception as error:  # the step stays unverified, and older ones stay
-                self._lines.append(f"step {step} cannot be looked after: {error}")
+                self._lines.append(f"step {step} cannot be verified or copied: {error}")
 
     def _care_for(self, step: int) -> None:
         places.sync_folder(self._folder / str(step))

@@ -41,7 +41,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     loaded = [load_config(config, overrides=trial) for trial in trials]
     stores = [store for one in loaded if (store := one.config.checkpoint.directory) is not None]
     if len(set(stores)) < len(stores):
-        raise ConfigError(f"checkpoint.directory={stores[0]} would be that of several trials; leave it out")
+        raise ConfigError(f"checkpoint.directory={stores[0]} would be shared by several trials; leave it out")
     folder = run_folder(arguments.run_dir, f"{loaded[0].name}-sweep")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:

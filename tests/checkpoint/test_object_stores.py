@@ -185,7 +185,7 @@ def test_of_two_starts_at_once_one_gets_the_folder(store, tmp_path, monkeypatch)
 
 # id: (address, variables of the environment, what the line says)
 REFUSED = {
-    "no bucket of that name": ("s3://no-such-bucket/a", {}, "there is no bucket no-such-bucket"),
+    "no bucket of that name": ("s3://no-such-bucket/a", {}, "bucket no-such-bucket does not exist"),
     "no credentials": (
         f"s3://{BUCKET}/a",
         {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nonexistent"},

@@ -167,7 +167,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(undisturbed: Path, capfd:
         _, shown = train(run_dir, actions, checkpoint__every=2, logging__tensorboard=True)
         (first, second) = shown.said("cannot save checkpoint")
         assert "checkpoints/6: No space left on device" in first
-        assert "training goes on, step 4 is saved, and stops after 2 more such saves in a row" in first
+        assert "training continues, step 4 is saved, and stops after 2 more such saves in a row" in first
         assert "stops after 1 more" in second
         assert logged(run_dir) == logged(undisturbed), "rows that could not be written waited"
         assert end(run_dir) == end(undisturbed)

@@ -248,7 +248,7 @@ class PromptReader:
         """The ids of a field, at least one, all of which the model has; raises a RefusedError if not."""
         outside = next((one for one in ids if not 0 <= one < self.vocab_size), None)
         if outside is not None or not ids:
-            held = "an empty text or list" if outside is None else f"{outside}, which is no token id"
+            held = "an empty text or list" if outside is None else f"{outside}, which is not a token id"
             raise RefusedError(400, f"{name} holds {held}; use ids from 0 to {self.vocab_size - 1}", param=name)
         return tuple(ids)
 
@@ -285,7 +285,7 @@ def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -
 def _check_length(prompts: Sequence[Sequence[int]], wanted: int, length: int, name: str) -> None:
     longest = max(map(len, prompts))
     if longest + wanted > length:
-        more = f"{wanted} or more are to follow; prompt and answer together have {length} tokens here"
+        more = f"{wanted} or more are to be generated; this server's limit for both is {length} tokens"
         said = f"a prompt has {longest} tokens, and {more}"
         raise RefusedError(400, said, param=name, code="context_length_exceeded")
 

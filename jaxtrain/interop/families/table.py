@@ -15,10 +15,13 @@ from jaxtrain.interop.families import (
     gpt2,
     gpt_neox,
     gpt_oss,
+    granite,
     llama,
+    olmo,
     phi3,
     qwen,
     resnet,
+    smollm3,
     stablelm,
     starcoder2,
     t5,
@@ -34,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
+        *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
     )
 }
 
