@@ -3,6 +3,7 @@
 The README's examples, which do more, have a file of their own.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -4,9 +4,11 @@ The clients' own threads do not suffice: opening a run takes them 2 to 8 s, and 
 rows, W&B's waits at the end of the process, and neither goes on with a run without a step twice.
 """
 
+import base64
 import contextlib
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -19,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.config.secrets import redacted
@@ -60,7 +64,7 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(NamedTuple):
-    """A run that is open on a tracker: what records numbers, a text (step, name, text), and the end.
+    """A run that is open on a tracker: what records numbers, a text or picture (step, name, value), and the end.
 
     Every function may take long and may raise. `last_step` is the last step of a metric that the tracker has, or -1;
     None: it has what was being sent.
@@ -69,7 +73,7 @@ class Tracker(NamedTuple):
     run_id: str
     place: str
     rows: Callable[[Sequence[Row]], None]
-    text: Callable[[int, str, str], None]
+    text: Callable[[int, str, Any], None]
     end: Callable[[str, Sequence[Path]], None]
     last_step: Callable[[str], int] | None = None
 
@@ -140,13 +144,13 @@ class BackgroundTracker(Background):
     def _send(self, tracker: Tracker, rows: Sequence[Row]) -> None:
         """Send what was not sent before; it is noted before, so that a kill loses the rows of a second at most."""
         numbers: list[Row] = []
-        texts: list[tuple[int, str, str]] = []
+        texts: list[tuple[int, str, Any]] = []
         for row in rows:
             found = {name: value for name, value in row.values.items() if value is not None and name != "step"}
             found = {name: value for name, value in found.items() if row.step > self._sent.get(name, -1)}
             self._sent |= dict.fromkeys(found, row.step)
-            texts += [(row.step, name, value) for name, value in found.items() if isinstance(value, str)]
-            found = {name: value for name, value in found.items() if not isinstance(value, str)}
+            texts += [(row.step, name, value) for name, value in found.items() if isinstance(value, str | Mapping)]
+            found = {name: value for name, value in found.items() if not isinstance(value, str | Mapping)}
             numbers += [row._replace(values=found)] if found else []
         self._untaken += len(numbers) + len(texts)
         if numbers or texts:
@@ -323,8 +327,14 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         for start in range(0, len(found), _MOST_METRICS):
             client.log_batch(run_id, metrics=found[start : start + _MOST_METRICS])
 
-    def log_text(step: int, name: str, text: str) -> None:
-        client.log_text(run_id, text, f"{_allowed(name)}/step_{step:08d}.txt")
+    def log_text(step: int, name: str, value: Any) -> None:
+        path = f"{_allowed(name)}/step_{step:08d}"
+        if isinstance(value, str):
+            client.log_text(run_id, value, f"{path}.txt")
+        elif "png" in value:
+            client.log_image(run_id, _image(value), f"{path}.png")
+        else:
+            client.log_dict(run_id, dict(value), f"{path}.json")
 
     def end(status: str, files: Sequence[Path]) -> None:
         client.set_tag(run_id, "jaxtrain.status", status)
@@ -367,8 +377,12 @@ def open_wandb(run: TrackedRun) -> Tracker:
             numbers = {name: plain_number(value) for name, value in row.values.items()}
             opened.log({"step": row.step} | {name: one for name, one in numbers.items() if one is not None})
 
-    def log_text(step: int, name: str, text: str) -> None:
-        opened.log({"step": step, name: text})
+    def log_text(step: int, name: str, value: Any) -> None:
+        if isinstance(value, Mapping) and "png" in value:
+            value = wandb.Image(_image(value))
+        elif isinstance(value, Mapping):
+            value = wandb.Histogram(np_histogram=(np.array(value["counts"]), np.array(value["edges"])))
+        opened.log({"step": step, name: value})
 
     def end(status: str, files: Sequence[Path]) -> None:
         opened.summary["status"] = status
@@ -399,3 +413,9 @@ def _allowed(name: str) -> str:
     """A name of a metric or parameter as MLflow takes it: its characters, and a path that no part leads out of."""
     parts = re.sub(r"[^\w\-./ :]", "_", name, flags=re.ASCII)[:250].split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
+
+
+def _image(value: Mapping[str, Any]) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(value["png"])))

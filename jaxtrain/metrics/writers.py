@@ -1,5 +1,6 @@
 """Where metrics are written: a file that is always written, and TensorBoard events by choice."""
 
+import base64
 import contextlib
 import errno
 import json
@@ -7,6 +8,7 @@ import math
 import os
 import re
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -39,7 +41,7 @@ _PAUSE_SECONDS = 60.0
 class Row(NamedTuple):
     """What is recorded of one step, and when, in seconds since 1970.
 
-    A value is a number, None (not known) or text.
+    A value is a number, None (not known), text, or {"counts", "edges"} of a histogram, {"png"} of an image.
     """
 
     step: int
@@ -102,8 +104,8 @@ class JsonlWriter:
         numbers = {name: plain_number(value) if finite[name] else None for name, value in values.items()}
         self.append({"step": int(step), **numbers})
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Write a text of one step; see `scalars`."""
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
+        """Write a text, a histogram or an image of one step; see `scalars`."""
         self.append({"step": int(step), name: text})
 
     def append(self, row: Mapping[str, object]) -> None:
@@ -203,7 +205,7 @@ class Background:
     def scalars(self, step: int, values: Scalars) -> None:
         self._put(Row(step, time.time(), dict(values)))
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         self._put(Row(step, time.time(), {name: text}))
 
     def _put(self, row: Row) -> None:
@@ -251,7 +253,7 @@ class MultiWriter:
         for writer in self.writers:
             writer.scalars(step, values)
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
         for writer in self.writers:
             writer.text(step, name, text)
 
@@ -328,12 +330,29 @@ def _event(row: Row) -> Any:
         if isinstance(value, str):
             # TensorBoard renders Markdown; four spaces make it show a sample unchanged.
             found = summary.text(name, "\n".join(f"    {line}" for line in value.splitlines()))
+        elif isinstance(value, Mapping):
+            found = _media(name, value)
         elif name != "step" and (number := plain_number(value)) is not None:
             found = summary.scalar(name, number)
         else:
             continue
         event.summary.value.extend(found.value)
     return event
+
+
+def _media(name: str, value: Mapping[str, Any]) -> Any:
+    from tensorboardX import summary
+
+    if "png" in value:
+        content = base64.b64decode(value["png"])
+        width, height = struct.unpack(">II", content[16:24])  # of the header
+        messages = import_module("tensorboardX.proto.summary_pb2")
+        image = messages.Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+        return messages.Summary(value=[messages.Summary.Value(tag=name, image=image)])
+    counts, edges = np.array(value["counts"], float), np.array(value["edges"], float)
+    middles = (edges[:-1] + edges[1:]) / 2
+    sums = (counts.sum(), (counts * middles).sum(), (counts * middles**2).sum())
+    return summary.histogram_raw(name, edges[0], edges[-1], *sums, edges[1:].tolist(), counts.tolist())
 
 
 def open_writers(

@@ -41,7 +41,7 @@ class Moment:
 
     Example:
         >>> seen = jt.Callback(on_step=lambda moment: print(moment.step, moment.metrics["loss"]), every=100)
-        >>> rates = jt.Callback(on_step=lambda moment: moment.log({"half": 0.5 * moment.step}), every=100)
+        >>> weights = jt.Callback(on_step=lambda moment: moment.log({"weights": moment.state.params}), every=100)
     """
 
     step: int
@@ -51,10 +51,17 @@ class Moment:
     _log: Callable[[int, Mapping[str, Any]], None] = field(repr=False, default=lambda step, values: None)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Write numbers to metrics.jsonl, TensorBoard, the trackers and the report.
+        """Write values to metrics.jsonl, TensorBoard and the trackers; the report draws the numbers among them.
+
+        Every process calls it, with names that the metrics of the run do not have.
 
         Args:
-            values: name, which no metric of the run has -> a number, or a vector, whose entries become `name_0`, ...
+            values: name -> a number; an array of one dim, of which the histogram is logged, or the pair (counts, edges)
+                of `np.histogram`; an image [H, W], [H, W, 1] or [H, W, 3], uint8 or scaled to its range, at most 512
+                pixels high and wide; or a nested dict of arrays, such as parameters, with a histogram for each.
+
+        Raises:
+            ConfigError: a value is none of these.
         """
         self._log(self.step, values)
 

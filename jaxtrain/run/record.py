@@ -12,6 +12,7 @@ from jaxtrain.config import Loaded
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import finished_info, read_run_info, run_info
 from jaxtrain.metrics.throughput import Meter, TimeSpent, device_memory_bytes
@@ -86,15 +87,22 @@ class RunRecord:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add what a callback logs; see `Moment.log`."""
-        self.scalars(step, flat_scalars(values))
+        numbers, media = sorted_values(values)
+        if numbers:
+            self.scalars(step, numbers)
+        for name, value in media.items():
+            self._text(step, name, value)
+
+    def _text(self, step: int, name: str, text: str | Mapping[str, Any]) -> None:
+        self._writers.text(step, name, text)
+        self._trackers.text(step, name, text)
 
     def sample(self, step: int, text: str) -> None:
         """Write a generated text to sample.txt, metrics.jsonl and the trackers."""
         if self._info is not None:
             with contextlib.suppress(OSError):
                 write_text_atomic(self._run_dir / "sample.txt", text)
-            self._writers.text(step, "sample", text)
-            self._trackers.text(step, "sample", text)
+            self._text(step, "sample", text)
 
     def close(
         self, status: str, final: Scalars, progress: Progress, *, is_asked: Callable[[], bool] = lambda: False

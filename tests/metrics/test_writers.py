@@ -1,6 +1,7 @@
-"""Metric files and TensorBoard events: strict lines, resumes, full disks, the last metrics of a run."""
+"""Metric files and TensorBoard events: strict lines, resumes, full disks, the last metrics of a run, thumbnails."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import image
 from tensorboard_events import read_events
 from tensorboardX.record_writer import RecordWriter
 
@@ -18,6 +20,7 @@ from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.errors import StorageError
 from jaxtrain.metrics import writers
 from jaxtrain.metrics.history import last_evaluation, last_metrics
+from jaxtrain.metrics.media import thumbnail
 from jaxtrain.metrics.writers import JsonlWriter, LastingWriter, TensorBoardWriter, open_writers
 
 
@@ -142,6 +145,24 @@ def test_a_disk_that_hangs_keeps_no_step_waiting(tmp_path: Path, monkeypatch: py
     assert time.monotonic() - started < 20
     blocks.set()
     writer._thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size"),
+    [((8, 6), np.float32, (8, 6)), ((100, 60, 3), np.uint8, (32, 19))],
+    ids=["grey", "colour-averaged"],
+)
+def test_thumbnails_are_pictures_that_others_read(shape: tuple[int, ...], dtype: type, size: tuple[int, int]) -> None:
+    values = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    content = thumbnail(values)
+    assert content is not None
+    drawn = image.imread(io.BytesIO(content), format="png")
+    assert drawn.shape[:2] == size
+    if dtype is np.float32:
+        # The smallest value is black and the largest white; PNG rounds to 1/255.
+        np.testing.assert_allclose(drawn, (values - values.min()) / np.ptp(values), atol=0.5 / 255 + 1e-6)
+    assert thumbnail(np.zeros(5)) is None
+    assert thumbnail(np.full((4, 4), np.nan)) is None
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -1,11 +1,17 @@
 """What happens between the steps: callbacks and what they may do, an optimizer from Python."""
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from PIL import Image
 from tensorboard_events import read_events
 from test_fit import digests, fit
 from training_runs import losses, rows
@@ -144,10 +150,36 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path) -> None:
 
 
 def test_what_a_callback_logs_is_in_the_metrics_and_the_events(tmp_path: Path) -> None:
-    config = {**DIGITS, "logging": {**DIGITS.get("logging", {}), "tensorboard": True}}
-    halves = jt.Callback(on_step=lambda moment: moment.log({"half": 0.5 * moment.step, "pair": [1, 2]}), every=2)
-    jt.run_config(config, run_dir=tmp_path, overrides={"train.steps": 4}, callbacks=[halves])
-    logged = {row["step"]: row for row in rows(tmp_path) if "half" in row}
-    assert logged == {step: {"step": step, "half": step / 2, "pair_0": 1, "pair_1": 2} for step in (2, 4)}
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+    y = x @ np.ones((3, 1), np.float32)
+    known: list[np.ndarray] = []
+
+    def watch(moment: jt.Moment) -> None:
+        known.append(jax.device_get(moment.state.params["w"]))
+        errors = (x @ known[-1] - y)[:, 0]
+        params = moment.state.params
+        moment.log({"rate": 0.25 * moment.step, "params": params, "errors": errors, "picture": np.eye(8)})
+
+    fit(
+        tmp_path,
+        model=jt.from_functions(lambda key: {"w": jnp.zeros((3, 1))}, lambda params, x: x @ params["w"]),
+        task=jt.regression(),
+        optimizer=optax.sgd(0.1),
+        data={"inputs": x, "targets": y},
+        batch_size=32,
+        steps=4,
+        logging={"tensorboard": True},
+        callbacks=[jt.Callback(on_step=watch, every=2)],
+    )
+    logged = [row for row in rows(tmp_path) if "loss" not in row]
+    assert [row["rate"] for row in logged if "rate" in row] == [0.5, 1.0]
+    histograms = [row["params/w"] for row in logged if "params/w" in row]
+    assert [sum(one["counts"]) for one in histograms] == [3, 3]
+    for one, params in zip(histograms, known, strict=True):
+        np.testing.assert_allclose((one["edges"][0], one["edges"][-1]), (params.min(), params.max()), rtol=1e-4)
+    picture = next(row["picture"] for row in logged if "picture" in row)
+    assert np.asarray(Image.open(io.BytesIO(base64.b64decode(picture["png"])))).shape == (8, 8)
     events = list(read_events(tmp_path / "tensorboard"))
-    assert {event.step for event in events for one in event.summary.value if one.tag == "half"} == {2, 4}
+    kinds = {(event.step, one.tag): one.WhichOneof("value") for event in events for one in event.summary.value}
+    assert {kinds[4, name] for name in ("params/w", "errors")} == {"histo"}
+    assert (kinds[2, "rate"], kinds[4, "picture"]) == ("simple_value", "image")
