@@ -12,6 +12,7 @@ from jaxtrain.interop.families import (
     bert,
     cohere,
     gemma,
+    glm4,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
+        glm4.FAMILY,
     )
 }
 
