@@ -313,6 +313,15 @@ FIXTURES = (
         special=_SMALL_EMBEDDING,
     ),
     Fixture(
+        "glm4", tf.Glm4ForCausalLM,
+        tf.Glm4Config(**_LLAMA, head_dim=8, attention_bias=True, rope_parameters=_PARTIAL),
+        language_model, old=old_form,
+        gradients=("model.layers.0.mlp.gate_up_proj.weight", "model.layers.1.post_mlp_layernorm.weight",
+                   "model.layers.1.self_attn.k_proj.bias"),
+        matters=({"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}, {"attention_bias": False},
+                 {"rms_norm_eps": 0.1}, {"rope_parameters": {**_PARTIAL, "rope_theta": 100.0}}),
+    ),
+    Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
         tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
         gradients=("score.weight", _UP),

@@ -12,6 +12,7 @@ from jaxtrain.interop.families import (
     bert,
     cohere,
     gemma,
+    glm4,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
+        glm4.FAMILY,
     )
 }
 
