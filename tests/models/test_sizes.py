@@ -153,6 +153,11 @@ def test_models_have_the_published_counts(kind):
         assert count_parameters(build_model(make(size=size), input_shape=shape)) == table[size], size
 
 
+def test_every_published_size_names_its_mlp_width():
+    # Or that of a config's own model would stay beside model.size=NAME.
+    assert [name for name, size in TRANSFORMER_SIZES.items() if "mlp_dim" not in size] == []
+
+
 def test_every_published_size_has_its_count():
     counted = {*TRANSFORMERS, *ENCODERS}
     assert set(TRANSFORMER_SIZES) == counted
