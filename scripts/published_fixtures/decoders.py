@@ -94,6 +94,12 @@ _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }  # fmt: skip
+# What decoders with LayerNorm share.
+_LAYERNORM: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, **_NO_ENDS,
+}  # fmt: skip
+_PARTLY = {**_ROPE, "partial_rotary_factor": 0.75}
 
 FIXTURES = (
     Fixture(
@@ -215,6 +221,15 @@ FIXTURES = (
             sliding_window=5, rope_parameters=_ROPE, residual_dropout=0.0, embedding_dropout=0.0,
         ), language_model, gradients=("model.layers.0.mlp.c_fc.weight",),
         matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
+    ),
+    Fixture(
+        "phi", tf.PhiForCausalLM,
+        tf.PhiConfig(**_LAYERNORM, intermediate_size=24, num_key_value_heads=1, rope_parameters=_PARTLY),
+        language_model, gradients=("lm_head.bias", "model.layers.0.self_attn.dense.weight"), old=old_form,
+        matters=({"hidden_act": "gelu"}, {"layer_norm_eps": 0.1},
+                 {"rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.5}},
+                 {"rope_parameters": {**_PARTLY, "rope_theta": 100.0}}),
+        special=near_the_dip("mlp.fc1", "mlp.fc2"),
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
