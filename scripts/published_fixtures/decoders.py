@@ -232,6 +232,14 @@ FIXTURES = (
         special=near_the_dip("mlp.fc1", "mlp.fc2"),
     ),
     Fixture(
+        "gptj", tf.GPTJForCausalLM,
+        tf.GPTJConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, n_inner=24, rotary_dim=6,
+                      layer_norm_epsilon=1e-5, **_NO_ENDS),
+        language_model, gradients=("lm_head.bias", "transformer.h.1.attn.k_proj.weight"),
+        matters=({"activation_function": "gelu"}, {"rotary_dim": 4}, {"layer_norm_epsilon": 0.1}),
+        special=near_the_dip("mlp.fc_in", "mlp.fc_out"),
+    ),
+    Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
         tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
         gradients=("score.weight", _UP),

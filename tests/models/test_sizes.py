@@ -81,6 +81,8 @@ TRANSFORMERS = {
     "pythia_6.9b": 6_857_302_016,
     "pythia_12b": 11_846_072_320,
     "gpt_neox_20b": 20_554_567_680,
+    # mesh-transformer-jax counts 6,053,381,344: norms, biases of attention and embedding once for each of its 8 shards.
+    "gptj_6b": 6_050_882_784,
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_7b": 7_173_923_840,
     "starcoder2_15b": 15_957_889_024,

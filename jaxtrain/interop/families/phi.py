@@ -1,7 +1,4 @@
-"""Phi-1.5 and Phi-2. No jax here.
-
-Sources: Li et al. 2023, and the config.json published with each model.
-"""
+"""Phi-1.5 and Phi-2, by Li et al. 2023 and the config.json published with each model. No jax here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +7,8 @@ from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapp
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, block_rows, copy, dims, in_layers, output_row
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True, block="parallel_one_norm", output_bias=True)
-_COMMON = _FIXED | dict(vocab_size=51200, max_sequence_length=2048, activation="gelu")
+_ROWS = dict(vocab_size=51200, max_sequence_length=2048, tie_embeddings=False)
+_COMMON = _FIXED | _ROWS | dict(activation="gelu", norm_epsilon=1e-5, rope_theta=10000.0)
 _NAMES = {
     "attention_norm": "input_layernorm", "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
     "attention/value": "self_attn.v_proj", "attention/output": "self_attn.dense", "mlp/up": "mlp.fc1",
