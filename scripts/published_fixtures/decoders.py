@@ -240,6 +240,12 @@ FIXTURES = (
         special=near_the_dip("mlp.fc_in", "mlp.fc_out"),
     ),
     Fixture(
+        "opt", tf.OPTForCausalLM, tf.OPTConfig(**_LAYERNORM, ffn_dim=24), language_model,
+        gradients=("model.decoder.embed_positions.weight", "model.decoder.layers.0.fc1.bias"),
+        matters=({"activation_function": "gelu"}, {"do_layer_norm_before": False}),
+        special={"embed_tokens.weight": (0.0, 0.3)},
+    ),
+    Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
         tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
         gradients=("score.weight", _UP),

@@ -83,6 +83,14 @@ TRANSFORMERS = {
     "gpt_neox_20b": 20_554_567_680,
     # mesh-transformer-jax counts 6,053,381,344: norms, biases of attention and embedding once for each of its 8 shards.
     "gptj_6b": 6_050_882_784,
+    # Zhang et al. 2022, table 1, with the 50,272 rows of the published embeddings.
+    "opt_125m": 125_239_296,
+    "opt_1.3b": 1_315_758_080,
+    "opt_2.7b": 2_651_596_800,
+    "opt_6.7b": 6_658_473_984,
+    "opt_13b": 12_853_473_280,
+    "opt_30b": 29_974_540_288,
+    "opt_66b": 65_719_701_504,
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_7b": 7_173_923_840,
     "starcoder2_15b": 15_957_889_024,

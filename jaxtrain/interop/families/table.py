@@ -15,6 +15,7 @@ from jaxtrain.interop.families import (
     gpt_neox,
     gptj,
     llama,
+    opt,
     phi,
     phi3,
     qwen,
@@ -31,7 +32,7 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
-        *(phi.FAMILY, gptj.FAMILY),
+        *(phi.FAMILY, gptj.FAMILY, opt.FAMILY),
     )
 }
 
