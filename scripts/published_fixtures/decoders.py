@@ -100,6 +100,12 @@ _LAYERNORM: dict[str, Any] = {
     "max_position_embeddings": 64, **_NO_ENDS,
 }  # fmt: skip
 _PARTLY = {**_ROPE, "partial_rotary_factor": 0.75}
+_FALCON = {**_LAYERNORM, "num_attention_heads": 4, "ffn_hidden_size": 24, "rope_parameters": _ROPE}
+# As near_the_dip, where the bias is that of the norm before the MLP: 16 x -0.14.
+_FALCON_WEIGHTS = {
+    "word_embeddings.weight": (0.0, 0.3), "ln_mlp.bias": (1.0, 0.1), "dense_h_to_4h.weight": (-0.14, 0.1),
+    "dense_4h_to_h.weight": (0.0, 2.0),
+}  # fmt: skip
 
 FIXTURES = (
     Fixture(
@@ -244,6 +250,18 @@ FIXTURES = (
         gradients=("model.decoder.embed_positions.weight", "model.decoder.layers.0.fc1.bias"),
         matters=({"activation_function": "gelu"}, {"do_layer_norm_before": False}),
         special={"embed_tokens.weight": (0.0, 0.3)},
+    ),
+    Fixture(
+        "falcon", tf.FalconForCausalLM, tf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True),
+        language_model, gradients=("transformer.h.0.self_attention.query_key_value.weight",), old=old_form,
+        matters=({"activation": "gelu_pytorch_tanh"}, {"rope_parameters": {**_ROPE, "rope_theta": 100.0}},
+                 {"layer_norm_epsilon": 0.1}),
+        special=_FALCON_WEIGHTS,
+    ),
+    Fixture(
+        "falcon_7b", tf.FalconForCausalLM, tf.FalconConfig(**_FALCON), language_model,
+        gradients=("transformer.h.0.self_attention.query_key_value.weight",),
+        special={"word_embeddings.weight": (0.0, 0.3)},
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,

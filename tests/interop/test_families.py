@@ -39,7 +39,7 @@ ROWS = {
     ),
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
-    **dict.fromkeys(("phi", "gptj", "opt"), PLAIN),
+    **dict.fromkeys(("phi", "gptj", "opt", "falcon", "falcon_7b"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
@@ -107,7 +107,19 @@ def test_logits_and_gradient(name):
 
 # One of each way in which a cache is filled: experts, windows, local layers, factors, learned places, two sequences,
 # one norm beside attention with a bias of the logits, interleaved rotary positions, learned places after an offset.
-ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "gpt2", "t5", "phi", "gptj", "opt")
+ANSWERS = (
+    "llama",
+    "mixtral",
+    "qwen2_window",
+    "gemma3_text",
+    "phi3_longrope",
+    "gpt2",
+    "t5",
+    "phi",
+    "gptj",
+    "opt",
+    "falcon",
+)
 
 
 @pytest.mark.parametrize("name", rows(ANSWERS))

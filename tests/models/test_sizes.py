@@ -91,6 +91,10 @@ TRANSFORMERS = {
     "opt_13b": 12_853_473_280,
     "opt_30b": 29_974_540_288,
     "opt_66b": 65_719_701_504,
+    # The safetensors index holds an output layer that repeats the embedding of 65,024 rows.
+    "falcon_7b": 7_217_189_760 - 65024 * 4544,
+    "falcon_40b": 41_303_293_952,
+    "falcon_180b": 179_522_565_120 - 65024 * 14848,
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_7b": 7_173_923_840,
     "starcoder2_15b": 15_957_889_024,
