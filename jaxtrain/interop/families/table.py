@@ -10,10 +10,12 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
+    cohere,
     falcon,
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     gptj,
     llama,
     opt,
@@ -21,6 +23,7 @@ from jaxtrain.interop.families import (
     phi3,
     qwen,
     resnet,
+    stablelm,
     starcoder2,
     t5,
     vit,
@@ -34,15 +37,21 @@ FAMILIES: dict[str, Family] = {
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
         *(phi.FAMILY, gptj.FAMILY, opt.FAMILY, falcon.FAMILY),
+        gpt_oss.FAMILY,
+        *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
     )
 }
+
+
+class UnknownFamily(ConfigError):
+    """No family has the model_type of a config.json."""
 
 
 def family_of(model_type: object) -> Family:
     """Returns the family of a config.json's model_type, of this package or of another one.
 
     Raises:
-        ConfigError: There is none.
+        UnknownFamily: There is none.
     """
     if model_type in FAMILIES:
         return FAMILIES[str(model_type)]
@@ -51,7 +60,7 @@ def family_of(model_type: object) -> Family:
     for point in entry_points(group="jaxtrain.families"):
         if point.name == model_type:
             return point.load()
-    raise ConfigError(f"config.json has model_type: {model_type}; the known ones are {', '.join(FAMILIES)}")
+    raise UnknownFamily(f"config.json has model_type: {model_type}, which is not known")
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:

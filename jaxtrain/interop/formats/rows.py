@@ -33,6 +33,7 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
     interleaved((H, 3, K), 1, (D,))                                         q, k, v of each head in turn: this is k
     interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
     interleaved((G, H // G + 2, K), range(H // G), (D,))                    queries, k, v of each group: the queries
+    pairs((E, D, F), 1)                                                     two in turn along the last dim [E, D, 2*F]
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,6 +197,13 @@ def interleaved(sizes: tuple[int, int, int], index: int | range, inputs: Shape |
     return _whole([sizes, inputs], order, ((1,) * len(inputs) + merges), ((1, index),))
 
 
+def pairs(ours: Shape, index: int) -> Transform:
+    """Theirs [..., 2 * last] -> ours, every second number of the last dimension from `index` on (gpt-oss)."""
+    dims = len(ours)
+    order = tuple(range(dims))
+    return _whole([*((size,) for size in ours[:-1]), (ours[-1], 2)], order, (1,) * dims, ((dims, index),))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter of ours, and where it lies in a published file.
@@ -335,7 +343,7 @@ def block_rows(
         elif part not in ("query_norm", "key_norm") or model["qk_norm"]:
             outputs = {"query_norm": (H, K), "key_norm": (G, K)}.get(part, (D,))
             outputs = (K,) if outputs != (D,) and model["qk_norm"] is True else outputs
-            scale = copy(*outputs) if model["qk_norm"] == "per_head" else vector(*outputs)
+            scale = copy(*outputs) if model.get("qk_norm") == "per_head" else vector(*outputs)
             rows.append(Entry(f"{prefix}{ours}/scale", f"{theirs}.weight", scale))
             biased_part = outputs == (D,) and norm_has_bias(model["norm"], model["bias"], model.get("norm_bias"))
         else:
