@@ -43,7 +43,7 @@ FAMILY = Family(
         *(mapped("layer_norm_epsilon", "norm_epsilon", 1e-5), mapped("activation", "activation", "gelu", GELUS)),
         mapped("tie_word_embeddings", "tie_embeddings", True),
         *(own("num_kv_heads", lambda file: file["num_attention_heads"]), own(_NEW, False), own("multi_query", True)),
-        checked(_NORMS, lambda file: 1 + file[_NEW], lambda file: (1, 1 + file[_NEW])),
+        checked(_NORMS, lambda file: 1 + file[_NEW], lambda file: (1, 2)[: 1 + file[_NEW]]),
         *(*rope_keys(10000.0), fixed("parallel_attn", True), fixed("alibi", False), fixed("bias", False)),
         *ignored("attention_dropout", "hidden_dropout", "ff_factor", "apply_residual_connection_post_layernorm"),
     ),

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.families.family import GELUS, Family, decoder_keys, fixed, ignored, mapped, own, rope_keys, size
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, block_rows, copy, dims, in_layers, output_row
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True, block="parallel_one_norm", output_bias=True)
 _ROWS = dict(vocab_size=51200, max_sequence_length=2048, tie_embeddings=False)
 _COMMON = _FIXED | _ROWS | dict(activation="gelu", norm_epsilon=1e-5, rope_theta=10000.0)
+_GELU = mapped("hidden_act", "activation", "gelu_new", {"gelu_new": "gelu"} | GELUS)
 _NAMES = {
     "attention_norm": "input_layernorm", "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
     "attention/value": "self_attn.v_proj", "attention/output": "self_attn.dense", "mlp/up": "mlp.fc1",
@@ -32,20 +33,11 @@ FAMILY = Family(
     name="phi",
     architecture="PhiForCausalLM",
     keys=(
-        mapped("vocab_size", "vocab_size", 51200),
-        mapped("hidden_size", "embed_dim", 2048),
-        mapped("intermediate_size", "mlp_dim", 8192),
-        mapped("num_hidden_layers", "num_layers", 24),
-        mapped("num_attention_heads", "num_heads", 32),
-        mapped("num_key_value_heads", "num_kv_heads", lambda file: file["num_attention_heads"]),
-        mapped("hidden_act", "activation", "gelu_new", {"gelu_new": "gelu"} | GELUS),
-        mapped("max_position_embeddings", "max_sequence_length", 2048),
-        mapped("layer_norm_eps", "norm_epsilon", 1e-5),
-        mapped("tie_word_embeddings", "tie_embeddings", False),
+        *decoder_keys(size(_COMMON, 24, 2048, 32), activation=_GELU, epsilon="layer_norm_eps", write_head_dim=False),
         own("partial_rotary_factor", 0.5),
         *rope_keys(10000.0),
         fixed("qk_layernorm", False),
-        *ignored("attention_dropout", "embd_pdrop", "resid_pdrop"),
+        *ignored("embd_pdrop", "resid_pdrop"),
     ),
     tensors=_tensors,
     fixed=_FIXED,
