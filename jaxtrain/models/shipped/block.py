@@ -344,6 +344,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, stddevs)
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(config, rngs, stddevs) if config.experts is None else MoE(config, rngs)
+        self.shared = None if config.shared is None else MLP(config.shared, rngs, stddevs)
         self.attention_output_norm, self.mlp_output_norm = norm("attention_output_norm"), norm("mlp_output_norm")
         self.dropout, self.residual_scale = config.dropout, config.residual_scale
         self.form = config.block
@@ -384,6 +385,7 @@ class Block(nnx.Module):
             if isinstance(self.mlp, MoE):
                 y_BLD, *routed = self.mlp(inner_BLD, None if segments_BL is None else segments_BL != 0)
                 routing = Routing.of(*routed)
+                y_BLD = y_BLD if self.shared is None else y_BLD + self.shared(inner_BLD)
             else:
                 y_BLD = self.mlp(inner_BLD)
             x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)
