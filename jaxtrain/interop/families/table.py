@@ -17,12 +17,15 @@ from jaxtrain.interop.families import (
     gpt_neox,
     gpt_oss,
     gptj,
+    granite,
     llama,
+    olmo,
     opt,
     phi,
     phi3,
     qwen,
     resnet,
+    smollm3,
     stablelm,
     starcoder2,
     t5,
@@ -39,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         *(phi.FAMILY, gptj.FAMILY, opt.FAMILY, falcon.FAMILY),
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
+        *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
     )
 }
 
