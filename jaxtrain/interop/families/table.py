@@ -11,13 +11,18 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
     cohere,
+    falcon,
     gemma,
+    glm4,
     gpt2,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
     llama,
     olmo,
+    opt,
+    phi,
     phi3,
     qwen,
     resnet,
@@ -35,9 +40,11 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
+        *(phi.FAMILY, gptj.FAMILY, opt.FAMILY, falcon.FAMILY),
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
+        glm4.FAMILY,
     )
 }
 
