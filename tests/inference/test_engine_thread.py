@@ -122,7 +122,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
     running = [engine.submit(request(10 * index)) for index in (1, 2)]
     until(lambda: engine.counters().queued == 0)
     queued = [engine.submit(request(10 * index)) for index in (3, 4)]
-    with pytest.raises(EngineFull, match="4 requests run or wait"):
+    with pytest.raises(EngineFull, match="4 requests are running or waiting"):
         engine.submit(request(50))
     queued[0].cancel()
     running[0].cancel("stop")
