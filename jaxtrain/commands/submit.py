@@ -85,12 +85,16 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
 
 
 def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `jaxtrain submit job`."""
+    """Adds the arguments of `jaxtrain submit job` and `jaxtrain submit jobset`."""
     add_shared(parser, "config", "overrides")
     add = parser.add_argument
     add("--image", required=True, metavar="IMAGE", help="container image with jaxtrain (see containers/)")
-    add("--hosts", type=process_count, metavar="N", default=1, help="hosts, one pod each; default: 1")
-    add("--gpus", type=process_count, metavar="K", help="NVIDIA GPUs per host; default: none (CPUs)")
+    add("--hosts", type=process_count, metavar="N", help="hosts, one pod each; default: 1, or the slice's")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--gpus", type=process_count, metavar="K", help="NVIDIA GPUs per host; default: none (CPUs)")
+    devices.add_argument(
+        "--tpu", metavar="TYPE/TOPOLOGY", help="a TPU slice of Google Kubernetes Engine, as in v5e/4x4"
+    )
     add("--cpus", metavar="N", help="CPUs per host to request")
     add("--memory", metavar="SIZE", help="memory per host to request, as in 64Gi")
     add("--queue", metavar="QUEUE", help="Kueue local queue to submit to")
@@ -108,21 +112,24 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run", action="store_true", help="also apply them with kubectl")
 
 
-def submit_job(arguments: argparse.Namespace) -> int:
-    """Runs `jaxtrain submit job`."""
+def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
+    """Runs `jaxtrain submit job` or `jaxtrain submit jobset`."""
     from jaxtrain.submit import kubernetes
+    from jaxtrain.submit.tpu import tpu_slice
     from jaxtrain.submit.training import pod_training
 
-    hosts = arguments.hosts
+    tpu = None if arguments.tpu is None else tpu_slice(arguments.tpu, hosts=arguments.hosts)
+    hosts = tpu.hosts if tpu is not None else arguments.hosts or 1
     volumes = kubernetes.parse_volumes(arguments.volume)
     environment = kubernetes.parse_environment(arguments.env)
-    devices = hosts * (arguments.gpus or int(environment.get("JAX_NUM_CPU_DEVICES", "1")))
+    per_host = arguments.gpus or int(environment.get("JAX_NUM_CPU_DEVICES", "1"))
+    devices = hosts * per_host if tpu is None else tpu.num_devices
     folder, run_dir = next(iter(volumes), "runs"), arguments.run_dir
     training = pod_training(arguments.config, arguments.overrides, run_dir=run_dir, folder=folder, num_devices=devices)
     name = arguments.name or re.sub(r"[^a-z0-9]+", "-", training.name.lower()).strip("-")
     values = {
         **_values(kubernetes.KubernetesRun, arguments),
-        **{"name": name, "words": training.words, "config_file": training.config_file},
+        **{"name": name, "words": training.words, "hosts": hosts, "tpu": tpu, "config_file": training.config_file},
         **{"volumes": volumes, "environment": environment, "secrets": arguments.secret},
     }
     run = kubernetes.KubernetesRun(**values)
@@ -131,15 +138,15 @@ def submit_job(arguments: argparse.Namespace) -> int:
             f"jaxtrain: the run directory {training.run_dir} is on no volume and is lost with its pod; add --volume "
             "CLAIM:PATH with a claim that all hosts can write to (ReadWriteMany)"
         )
-    about = f"-n {run.namespace}"
+    kind, about = "jobset" if jobset else "job", f"-n {run.namespace}"
     header = [
         f"jaxtrain {shlex.join(training.words)}, on {hosts} host{'s' if hosts > 1 else ''}",
         "To start it:  kubectl apply -f FILE",
         # By default kubectl returns before the pods have ended.
-        f"To stop it (it saves first):  kubectl delete job {name} {about} --cascade=foreground",
+        f"To stop it (it saves first):  kubectl delete {kind} {name} {about} --cascade=foreground",
         f"What process 0 prints:  kubectl logs -f {about} -l app.kubernetes.io/instance={name}",
     ]
-    text = kubernetes.manifests_text(kubernetes.manifests(run), header=header)
+    text = kubernetes.manifests_text(kubernetes.manifests(run, jobset=jobset), header=header)
     if arguments.output is not None:
         _write(text, arguments.output)
     if arguments.run:
@@ -147,6 +154,9 @@ def submit_job(arguments: argparse.Namespace) -> int:
     elif arguments.output is None:
         print(text, end="")
     return 0
+
+
+submit_jobset = functools.partial(submit_job, jobset=True)
 
 
 def _values(record: type, arguments: argparse.Namespace) -> dict[str, Any]:

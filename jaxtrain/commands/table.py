@@ -281,6 +281,14 @@ def _many() -> None:
     )
     parser.example = "submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs"
 
+    parser = _verb(
+        "submit jobset",
+        "write a Kubernetes JobSet, which restarts all hosts of a run together",
+        "submit.submit_jobset",
+        options="submit.kubernetes_arguments",
+    )
+    parser.example = "submit jobset quickstart --image example.com/jaxtrain:0.1.0 --tpu v5e/2x4 --volume runs:/runs"
+
 
 def _planning() -> None:
     parser = _verb("plan", "estimate a config's memory, time and cost on hardware that you need not have", "plan.run")

@@ -1,6 +1,7 @@
-"""A training as a Kubernetes Job, and the objects that it needs around it. No jax here.
+"""A training as a Kubernetes Job or as a JobSet, and the objects that it needs around it. No jax here.
 
-One Job has all hosts as its pods: jax counts the processes of a cluster by `parallelism` of the job of a pod.
+One Job has all hosts as its pods: jax counts the processes of a cluster by `parallelism` of the job that a pod belongs
+to, so that a JobSet with two replicas would be two clusters that train beside each other.
 """
 
 import hashlib
@@ -13,14 +14,16 @@ from typing import Any
 
 from jaxtrain.config.secrets import names_secret, redacted_text
 from jaxtrain.errors import ConfigError, DataError, DivergedError, PreemptedError, UserError
+from jaxtrain.submit.tpu import TpuSlice
 from jaxtrain.submit.training import CONFIG_FOLDER
 
 # A piece of a manifest: what PyYAML writes.
 Manifest = dict[str, Any]
 
+# The replicated job of a JobSet; its pods are called <name>-<this>-0-<number>.
+_REPLICATED_JOB = "hosts"
 # Name of the container that trains.
 _CONTAINER = "train"
-_CONTAINER_SECURITY = {"securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
 # The group of the user of the images in containers/: it may write to the volumes.
 _GROUP = 1000
 # Nodes are added, and images are pulled, in minutes rather than seconds; the usual limit is 300.
@@ -48,15 +51,16 @@ class ClusterError(UserError):
 
 @dataclass(frozen=True)
 class KubernetesRun:
-    """A training on Kubernetes, as `submit job` writes it.
+    """A training on Kubernetes, as `submit job` and `submit jobset` write it.
 
     Attributes:
-        name: name of the Job, and of what belongs to it.
+        name: name of the Job or JobSet, and of what belongs to it.
         image: container image with jaxtrain.
         words: arguments of `jaxtrain`, the same in every pod.
         hosts: number of pods, one per machine.
         namespace: namespace of all objects.
         gpus: NVIDIA GPUs per pod; None: no GPUs.
+        tpu: the slice whose hosts the pods run on; None: no TPU.
         cpus: CPUs per pod; None: not asked for.
         memory: memory per pod; None: not asked for.
         queue: local queue of Kueue that admits the run; None: no queue.
@@ -75,6 +79,7 @@ class KubernetesRun:
     hosts: int
     namespace: str = "default"
     gpus: int | None = None
+    tpu: TpuSlice | None = None
     cpus: str | None = None
     memory: str | None = None
     queue: str | None = None
@@ -129,15 +134,16 @@ def parse_environment(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def manifests(run: KubernetesRun) -> list[Manifest]:
-    """The objects of a Job, in the order in which they are created.
+def manifests(run: KubernetesRun, *, jobset: bool) -> list[Manifest]:
+    """The objects of a Job or a JobSet, in the order in which they are created.
 
-    A pod that fails is started again by itself, while those that lost it end (exit code 70) and are started again too.
+    In a Job a pod that fails is started again by itself, while those that lost it end (exit code 70) and are started
+    again too. In a JobSet a pod that fails ends the whole Job, and all pods start again together.
     """
     about = _metadata(run)
     if run.queue is not None:
         about["labels"]["kueue.x-k8s.io/queue-name"] = run.queue
-    return [*_config_map(run), *_access(run), *_job(run, about)]
+    return [*_config_map(run), *_access(run), *(_jobset(run, about) if jobset else _job(run, about))]
 
 
 def _metadata(run: KubernetesRun) -> Manifest:
@@ -184,19 +190,41 @@ def _job(run: KubernetesRun, about: Manifest) -> list[Manifest]:
         # The processes find each other before any of them is ready.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": run.name}},
     }
-    pod = _pod(run) if run.hosts == 1 else {"subdomain": run.name, **_pod(run)}
+    # Where one host is lost, every pod fails once.
+    spec = _job_spec(run, backoff_limit=run.restarts * run.hosts, coordinator=f"{run.name}-0.{run.name}")
+    if run.hosts > 1:
+        spec["template"]["spec"]["subdomain"] = run.name
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": spec}
+    return [service, job] if run.hosts > 1 else [job]
+
+
+def _jobset(run: KubernetesRun, about: Manifest) -> list[Manifest]:
+    if run.tpu is not None and run.hosts > 1:
+        # All pods of a slice on one slice, and no other job's beside them.
+        about["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    # The service is called as the JobSet, and jax relies on it.
+    coordinator = f"{run.name}-{_REPLICATED_JOB}-0-0.{run.name}"
+    job = {"spec": _job_spec(run, backoff_limit=0, coordinator=coordinator)}
+    # A job that ended by a rule FailJob of its pods would fail in the same way again.
+    lasting = {"name": "lasting", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": run.restarts, "rules": [lasting]},
+        "replicatedJobs": [{"name": _REPLICATED_JOB, "replicas": 1, "template": job}],
+    }
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": about, "spec": spec}]
+
+
+def _job_spec(run: KubernetesRun, *, backoff_limit: int, coordinator: str) -> Manifest:
+    return {
         "parallelism": run.hosts,
         "completions": run.hosts,
         # The index of a pod is the number of its process. A single pod is not to look for others.
         "completionMode": "Indexed" if run.hosts > 1 else "NonIndexed",
-        # Where one host is lost, every pod fails once.
-        "backoffLimit": run.restarts * run.hosts,
+        "backoffLimit": backoff_limit,
         "podFailurePolicy": _pod_failure_policy(),
-        "template": {"metadata": {"labels": _metadata(run)["labels"]}, "spec": pod},
+        "template": {"metadata": {"labels": _metadata(run)["labels"]}, "spec": _pod(run, coordinator)},
     }
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": spec}
-    return [service, job] if run.hosts > 1 else [job]
 
 
 def _pod_failure_policy() -> Manifest:
@@ -210,6 +238,7 @@ def _pod_failure_policy() -> Manifest:
     on_exit = {"containerName": _CONTAINER, "operator": "In"}
     return {
         "rules": [
+            # A JobSet has no default for the status.
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "Ignore", "onExitCodes": {**on_exit, "values": [PreemptedError.exit_code]}},
             {"action": "FailJob", "onExitCodes": {**on_exit, "values": lasting}},
@@ -217,7 +246,7 @@ def _pod_failure_policy() -> Manifest:
     }
 
 
-def _pod(run: KubernetesRun) -> Manifest:
+def _pod(run: KubernetesRun, coordinator: str) -> Manifest:
     spec: Manifest = {"restartPolicy": "Never", "terminationGracePeriodSeconds": run.grace_seconds}
     # The token of an account opens the interface of the cluster, and a single pod has no use for it. An account that
     # was named has one (for a bucket, as a rule).
@@ -225,19 +254,26 @@ def _pod(run: KubernetesRun) -> Manifest:
         spec["serviceAccountName"] = run.service_account or run.name
     else:
         spec["automountServiceAccountToken"] = False
+    if run.tpu is not None:
+        spec["nodeSelector"] = {
+            "cloud.google.com/gke-tpu-accelerator": run.tpu.accelerator,
+            "cloud.google.com/gke-tpu-topology": run.tpu.topology,
+        }
     spec["securityContext"] = {
         "seccompProfile": {"type": "RuntimeDefault"},
         "fsGroup": _GROUP,
         "fsGroupChangePolicy": "OnRootMismatch",
-        "runAsNonRoot": True,
+        # The devices of a TPU node belong to root, as far as we know; images of jaxtrain have another user.
+        **({"runAsUser": 0} if run.tpu is not None else {"runAsNonRoot": True}),
     }
-    if run.hosts > 1:
+    # Hosts of a TPU slice wait for their coordinator by themselves.
+    if run.hosts > 1 and run.tpu is None:
         wait = {
             "name": "wait-for-coordinator",
             "image": run.image,
             "command": ["python3", "-c", _WAIT],
-            "args": [str(_JOIN_SECONDS), f"{run.name}-0.{run.name}"],
-            **_CONTAINER_SECURITY,
+            "args": [str(_JOIN_SECONDS), coordinator],
+            **_container_security(run),
             "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         }
         spec["initContainers"] = [wait]
@@ -257,7 +293,7 @@ def _pod(run: KubernetesRun) -> Manifest:
 
 def _container(run: KubernetesRun) -> Manifest:
     # Without the first, a pod whose accelerator does not start would train on its CPUs.
-    platforms = "cpu" if run.gpus is None else "cuda,cpu"
+    platforms = "tpu,cpu" if run.tpu is not None else "cuda,cpu" if run.gpus is not None else "cpu"
     # The last also for one host: as long it waits for pods of the job before, which may save for their grace period.
     join_seconds = str(max(_JOIN_SECONDS, run.grace_seconds + 60))
     values = {"JAX_PLATFORMS": platforms, "PYTHONUNBUFFERED": "1", "JAXTRAIN_JOIN_TIMEOUT_SECONDS": join_seconds}
@@ -270,18 +306,25 @@ def _container(run: KubernetesRun) -> Manifest:
     }
     if run.secrets:
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in run.secrets]
+    chips = None if run.tpu is None else run.tpu.chips_per_host
     # CPUs are asked for and not limited: a pod that is throttled holds up all others. Requests of devices and limits
     # must be equal, and memory beyond what was asked for is what other pods are evicted by.
-    amounts = {"memory": run.memory, "nvidia.com/gpu": run.gpus}
+    amounts = {"memory": run.memory, "nvidia.com/gpu": run.gpus, "google.com/tpu": chips}
     limits = {name: amount for name, amount in amounts.items() if amount is not None}
     requests = {**({} if run.cpus is None else {"cpu": run.cpus}), **limits}
     resources = {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
-    return {**container, **_CONTAINER_SECURITY, "resources": resources}
+    return {**container, **_container_security(run), "resources": resources}
 
 
 def _literal(text: str) -> str:
     """What Kubernetes reads as this text: it replaces $(NAME), and makes one dollar of two."""
     return re.sub(r"\$(?=[$(])", "$$", text)
+
+
+def _container_security(run: KubernetesRun) -> Manifest:
+    if run.tpu is not None:
+        return {}
+    return {"securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
 
 
 def manifests_text(objects: Sequence[Manifest], *, header: Sequence[str]) -> str:

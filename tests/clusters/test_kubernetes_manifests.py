@@ -1,4 +1,4 @@
-"""What `jaxtrain submit job` writes, against schemas and beyond them; what is refused."""
+"""What `jaxtrain submit job` and `submit jobset` write, against schemas and beyond them; what is refused."""
 
 import os
 import stat
@@ -14,10 +14,10 @@ COMMON = (*IMAGE, *RUNS)
 
 @pytest.fixture
 def submit(cli):
-    """Runs `jaxtrain submit job quickstart ...`; returns the manifests by kind."""
+    """Runs `jaxtrain submit KIND quickstart ...`; returns the manifests by kind."""
 
-    def call(*words, config="quickstart"):
-        answer = cli("submit", "job", config, *words)
+    def call(kind, *words, config="quickstart"):
+        answer = cli("submit", kind, config, *words)
         assert (answer.code, answer.err) == (0, "")
         documents = list(yaml.safe_load_all(answer.out))
         assert len({one["kind"] for one in documents}) == len(documents)
@@ -27,19 +27,32 @@ def submit(cli):
 
 
 def pod_of(manifests):
-    return manifests["Job"]["spec"]["template"]["spec"]
+    job = manifests["Job"] if "Job" in manifests else job_of(manifests["JobSet"])
+    return job["spec"]["template"]["spec"]
 
 
-def test_one_job_has_all_hosts_as_its_pods(submit):
-    manifests = submit("train.global_batch_size=32", *COMMON, "--hosts", "4", "--gpus", "8")
-    service = manifests["Service"]["spec"]
-    assert service == {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {"job-name": "quickstart"},
-    }
-    assert pod_of(manifests)["subdomain"] == manifests["Service"]["metadata"]["name"]
-    spec = manifests["Job"]["spec"]
+def job_of(jobset):
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_one_job_has_all_hosts_as_its_pods(submit, kind):
+    manifests = submit(kind, "train.global_batch_size=32", *COMMON, "--hosts", "4", "--gpus", "8")
+    if kind == "jobset":
+        assert manifests["JobSet"]["spec"]["replicatedJobs"][0]["replicas"] == 1
+        # jax reads the name of the JobSet as the subdomain.
+        assert "subdomain" not in manifests["JobSet"]["spec"]["network"]
+        assert manifests["JobSet"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    else:
+        service = manifests["Service"]["spec"]
+        assert service == {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": "quickstart"},
+        }
+        assert pod_of(manifests)["subdomain"] == manifests["Service"]["metadata"]["name"]
+    spec = manifests["Job"]["spec"] if kind == "job" else job_of(manifests["JobSet"])["spec"]
     assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (4, 4, "Indexed")
     pod = spec["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
@@ -47,9 +60,10 @@ def test_one_job_has_all_hosts_as_its_pods(submit):
     assert {"name": "shared-memory", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
 
 
-def test_what_an_end_of_a_pod_means(submit):
-    manifests = submit(*COMMON, "--hosts", "4", "--restarts", "5", "--grace", "90")
-    spec = manifests["Job"]["spec"]
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_what_an_end_of_a_pod_means(submit, kind):
+    manifests = submit(kind, *COMMON, "--hosts", "4", "--restarts", "5", "--grace", "90")
+    spec = manifests["Job"]["spec"] if kind == "job" else job_of(manifests["JobSet"])["spec"]
     rules = spec["podFailurePolicy"]["rules"]
     codes = {"containerName": "train", "operator": "In"}
     assert rules == [
@@ -61,8 +75,32 @@ def test_what_an_end_of_a_pod_means(submit):
     # A pod failure policy takes no other.
     assert pod["restartPolicy"] == "Never"
     assert pod["terminationGracePeriodSeconds"] == 90
-    # Where one host is lost, all four pods fail.
-    assert spec["backoffLimit"] == 20
+    if kind == "job":
+        # Where one host is lost, all four pods fail.
+        assert spec["backoffLimit"] == 20
+        return
+    assert spec["backoffLimit"] == 0
+    failures = manifests["JobSet"]["spec"]["failurePolicy"]
+    assert failures["maxRestarts"] == 5
+    assert failures["rules"] == [
+        {"name": "lasting", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+
+
+def test_a_slice_of_tpus(submit):
+    manifests = submit("jobset", "train.global_batch_size=16", *COMMON, "--tpu", "v5e/4x4", "--queue", "tpus")
+    pod = pod_of(manifests)
+    assert job_of(manifests["JobSet"])["spec"]["parallelism"] == 4
+    # One that does not start is no slow run.
+    assert {"name": "JAX_PLATFORMS", "value": "tpu,cpu"} in pod["containers"][0]["env"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
+        "cloud.google.com/gke-tpu-topology": "4x4",
+    }
+    assert pod["containers"][0]["resources"] == {"requests": {"google.com/tpu": 4}, "limits": {"google.com/tpu": 4}}
+    about = manifests["JobSet"]["metadata"]
+    assert about["labels"]["kueue.x-k8s.io/queue-name"] == "tpus"
+    assert about["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 
 
 def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tmp_path):
@@ -70,7 +108,7 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     file.write_text("model: {kind: mlp}\ndata: {kind: digits}\ntrain: {steps: 3, global_batch_size: 8}\n")
     words = ("train.steps=4",)
     given = ("--env", "GREETING=$(HOME) $HOME", "--env", "GOOGLE_APPLICATION_CREDENTIALS=/var/run/key.json")
-    manifests = submit(*words, *COMMON, *given, "--secret", "wandb", config=str(file))
+    manifests = submit("job", *words, *COMMON, *given, "--secret", "wandb", config=str(file))
     container = pod_of(manifests)["containers"][0]
     assert container["command"] == ["jaxtrain"]
     assert container["args"] == ["train", "/etc/jaxtrain/my-run.yaml", *words, "--run-dir", "/runs/my run"]
@@ -84,12 +122,13 @@ def test_the_pods_run_the_checked_command_with_the_file_of_the_config(submit, tm
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
     # Another text has another name: a job that runs, and starts pods again, keeps the config that it began with.
     file.write_text(file.read_text() + "seed: 7\n")
-    changed = submit(*words, *COMMON, config=str(file))
+    changed = submit("job", *words, *COMMON, config=str(file))
     assert changed["ConfigMap"]["metadata"]["name"] != named
 
 
 # id: (words after `submit job quickstart`, line)
 REFUSED = {
+    "gpus and tpus": ((*COMMON, "--tpu", "v5e/4x4", "--gpus", "8"), "not allowed with argument --tpu"),
     "volume without path": ((*IMAGE, "--volume", "runs"), "--volume takes CLAIM:PATH, not 'runs'"),
     "secret in a variable": ((*COMMON, "--env", "WANDB_API_KEY=abc"), "make a Secret and write --secret NAME"),
     "no kubectl": ((*COMMON, "--run"), "kubectl apply -f run.yaml"),
@@ -122,7 +161,7 @@ def kubectl(tmp_path, monkeypatch):
 
 
 def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
-    printed = submit(*COMMON, "--hosts", "2")
+    printed = submit("job", *COMMON, "--hosts", "2")
     given = tmp_path / "given.yaml"
     kubectl(f"assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
     out = tmp_path / "run.yaml"
@@ -132,8 +171,8 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
     assert {one["kind"]: one for one in yaml.safe_load_all(given.read_text())} == printed
 
 
-# Against the schemas of Kubernetes (kubernetes-validate), which find unknown keys and wrong types and know no words of
-# enumerations, which the tests above hold.
+# Against the schemas of Kubernetes (kubernetes-validate) and the models of JobSet (kubeflow-trainer-api): both find
+# unknown keys and wrong types and know no words of enumerations, which the tests above hold.
 SCHEMAS = {
     "cpus of two hosts": ("--hosts", "2", "--cpus", "2", "--memory", "8Gi", "--env", "A=1", "--service-account", "x"),
     "gpus of four hosts": ("--hosts", "4", "--gpus", "8", "--queue", "team", "--secret", "wandb"),
@@ -145,6 +184,8 @@ VERSIONS = ("1.31", "1.37")
 def mistakes(manifest, version="1.37"):
     """What the validators of its kind say of a manifest."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    if manifest["kind"] == "JobSet":
+        return jobset_mistakes(manifest, version)
     try:
         kubernetes_validate.validate(manifest, version, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -152,11 +193,45 @@ def mistakes(manifest, version="1.37"):
     return []
 
 
+def jobset_mistakes(manifest, version):
+    pytest.importorskip("kubeflow_trainer_api")
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+    from pydantic import ValidationError
+
+    try:
+        read = JobsetV1alpha2JobSet.from_dict(manifest)
+    except ValidationError as error:
+        return [str(error)]
+    assert read is not None
+    # The models drop keys that they do not know.
+    found = list(lost(manifest, read.to_dict()))
+    for replicated in manifest["spec"]["replicatedJobs"]:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **replicated["template"]}
+        found += mistakes(job, version)
+    return found
+
+
+def lost(given, read, path=""):
+    if isinstance(given, dict):
+        for key, value in given.items():
+            if not isinstance(read, dict) or key not in read:
+                yield f"{path}.{key}"
+            else:
+                yield from lost(value, read[key], f"{path}.{key}")
+    elif isinstance(given, list):
+        if not isinstance(read, list) or len(read) != len(given):
+            yield path
+            return
+        for index, (one, other) in enumerate(zip(given, read, strict=True)):
+            yield from lost(one, other, f"{path}[{index}]")
+
+
 @pytest.mark.long
-def test_every_manifest_has_only_keys_that_are_known(submit):
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_every_manifest_has_only_keys_that_are_known(submit, kind):
     for name, words in SCHEMAS.items():
-        manifests = submit("train.global_batch_size=32", *COMMON, *words)
-        assert "Job" in manifests
+        manifests = submit(kind, "train.global_batch_size=32", *COMMON, *words)
+        assert {"Job", "JobSet"} & set(manifests)
         for version in VERSIONS:
             for one, manifest in manifests.items():
                 assert mistakes(manifest, version) == [], (name, one)

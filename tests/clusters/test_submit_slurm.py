@@ -164,6 +164,7 @@ POD = ("--image", "example.com/jaxtrain:0.1.0", "--volume", "runs:/runs")
 BATCHES = {
     "slurm": ("slurm", "--nodes", "2", "--gpus-per-node", "8"),
     "job, accumulation": ("job", *POD, "--hosts", "2", "--gpus", "4", "train.accumulation_steps=2"),
+    "jobset": ("jobset", *POD, "--tpu", "v5e/4x4"),
 }
 
 
