@@ -104,7 +104,7 @@ class JsonlData(_Tokenized, _TokenData):
 
 
 class DocumentsData(_Tokenized, _TokenData):
-    """Texts in a column of files of any format: Parquet, Arrow, tar, JSON lines."""
+    """Texts in a column of files of any format: Parquet, Arrow, ArrayRecord, tar, JSON lines."""
 
     kind: Literal["documents"] = "documents"
     path: str

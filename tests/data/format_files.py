@@ -17,7 +17,7 @@ def write_rows(path, form, rows):
 
     Args:
         path: folder, which exists.
-        form: `lines`, `lines.gz`, `lines.zst`, `parquet`, `arrow`, `arrow_file`, `saved` or `tar`.
+        form: `lines`, `lines.gz`, `lines.zst`, `parquet`, `arrow`, `arrow_file`, `saved`, `array_record` or `tar`.
         rows: dicts with equal keys.
     """
     if form.startswith("lines"):
@@ -26,6 +26,8 @@ def write_rows(path, form, rows):
         file = path / f"a.jsonl{form.removeprefix('lines')}"
         file.write_bytes(pack(lines))
         return file
+    if form == "array_record":
+        return write_array_record(path / "a.array_record", [json.dumps(row).encode() for row in rows])
     if form == "tar":
         return write_tar(path / "a.tar", [(f"{i:04d}.json", json.dumps(row).encode()) for i, row in enumerate(rows)])
     table = pyarrow.Table.from_pylist(rows)
@@ -51,6 +53,16 @@ def write_rows(path, form, rows):
 def write_stream(path, table):
     with ipc.new_stream(str(path), table.schema) as writer:
         writer.write_table(table, max_chunksize=ROWS_PER_GROUP)
+    return path
+
+
+def write_array_record(path, records):
+    from array_record.python import array_record_module
+
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
     return path
 
 

@@ -26,7 +26,7 @@ ROWS = [
 ]
 CHATS = [{"prompt": f"question {i}?", "completion": f"answer {i}."} for i in range(30)]
 PAIRS = [{"prompt": f"question {i}?", "chosen": f"right {i}.", "rejected": f"wrong {i}!"} for i in range(30)]
-FORMATS = ("lines", "lines.gz", "lines.zst", "parquet", "arrow", "arrow_file", "saved", "tar")
+FORMATS = ("lines", "lines.gz", "lines.zst", "parquet", "arrow", "arrow_file", "saved", "array_record", "tar")
 # id: (rows, settings of the data group, arguments of open_data)
 KINDS = {
     "texts in a stream": (ROWS, {"kind": "documents", "field": "text"}, {"sequence_length": 16}),

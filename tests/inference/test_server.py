@@ -117,8 +117,14 @@ def test_a_body_that_never_ends_is_given_up(engine):
             assert half.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_health(address):
+def test_health_and_metrics(address, client):
+    client.completions.create(model="tiny", prompt="a", max_tokens=1)
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+    assert values['jaxtrain_http_answers_total{path="/v1/completions",status="200"}'] >= 1
+    assert values["jaxtrain_compiled_total"] == 0
+    assert values["jaxtrain_requests_total"] >= 1
 
 
 def test_the_page_is_one_file(address):
@@ -180,8 +186,8 @@ def test_an_engine_that_fails_is_said_in_the_stream_and_by_a_status():
 def test_a_key_guards_all_but_health_and_the_page():
     with serving(service(ScriptedEngine(), api_key="s3cret")) as address:
         assert [httpx.get(address + path).status_code for path in ("/", "/health")] == [200, 200]
-        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
-            answer = httpx.request(method, address + path)
+        for path in ("/v1/models", "/metrics"):
+            answer = httpx.get(address + path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         with openai.OpenAI(base_url=f"{address}/v1", api_key="other", max_retries=0) as one:
             with pytest.raises(openai.AuthenticationError, match="the API key is wrong"):

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.data.files import files_below, find_files, is_packed, plain_suffix, require_file, sampled_sha256
+from jaxtrain.data.formats.array_record import array_records
 from jaxtrain.data.formats.arrow import ArrowReader, ParquetReader, class_names_of, saved_files, with_names
 from jaxtrain.data.formats.lines import csv_rows, json_lines, whole_text
 from jaxtrain.data.formats.reader import Cells, Column, JoinedReader, Reader, pass_over
@@ -19,7 +20,8 @@ from jaxtrain.errors import DataError
 
 # Ending -> name of the format. The files of a folder are read in this order.
 SUFFIXES = {
-    **{".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar"},
+    **{".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".arrow": "arrow"},
+    **{".array_record": "array_record", ".arrayrecord": "array_record", ".tar": "tar"},
     **{".csv": "csv", ".tsv": "csv", ".txt": "text"},
 }
 # Formats whose rows are found by their numbers, and those that are read from the first row to the last.
@@ -30,6 +32,7 @@ _READERS: dict[str, Callable[[Path, Sequence[Column] | None], Reader]] = {
 }
 _PASSES: dict[str, Callable[[Path, Sequence[Column] | None], Iterator[tuple[str, Cells]]]] = {
     "lines": json_lines,
+    "array_record": array_records,
     "csv": csv_rows,
     "text": whole_text,
 }

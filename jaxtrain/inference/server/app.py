@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -98,6 +99,7 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
     table: list[tuple[str, str, _Handler]] = [
         ("GET", "/", endpoints.page),
         ("GET", "/health", endpoints.health),
+        ("GET", "/metrics", endpoints.metrics),
         ("GET", "/v1/models", endpoints.models),
         ("POST", "/v1/completions", endpoints.completions),
     ]
@@ -108,6 +110,7 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
     def unknown(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = ", ".join(f"{method} {path}" for method, path, _ in table)
+        endpoints.answers["other", error.status_code] += 1
         said = f"the model {service.name} has {known}"
         return _refusal(RefusedError(error.status_code, said, headers=dict(error.headers or {})))
 
@@ -165,10 +168,11 @@ def _encoded(value: Any) -> bytes:
 
 
 class _Endpoints:
-    """One method per endpoint."""
+    """One method per endpoint, and what they count."""
 
     def __init__(self, service: Service):
         self._service, self._texts = service, text_of_token(service.reader.tokenizer)
+        self.answers: Counter[tuple[str, int]] = Counter()
 
     def guarded(self, handler: _Handler, path: str, host: str) -> _Handler:
         """The handler behind the key, whose errors become error objects."""
@@ -188,6 +192,7 @@ class _Endpoints:
             except Exception as error:
                 print_remark(f"jaxtrain serve: {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
                 response = _refusal(RefusedError(500, f"the server failed: {type(error).__name__}"))
+            self.answers[path, response.status_code] += 1
             return response
 
         return answer
@@ -200,6 +205,21 @@ class _Endpoints:
         if self._service.engine.error is not None:
             raise RefusedError(503, self._service.engine.error, code="engine_stopped")
         return _json({"status": "ok"})
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        """In the text format of Prometheus."""
+        counts = {f'http_answers_total{{path="{path}",status="{status}"}}': count
+                  for (path, status), count in sorted(self.answers.items())}  # fmt: skip
+        done = self._service.engine.counters()
+        counts |= {
+            "requests_total": done.requests,
+            "generated_tokens_total": done.generated_tokens,
+            "compiled_total": done.compiled,
+            "slots_in_use": done.slots_in_use,
+            "queued": done.queued,
+        }
+        text = "".join(f"jaxtrain_{name} {count}\n" for name, count in counts.items())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HttpRequest) -> Response:
         service = self._service
