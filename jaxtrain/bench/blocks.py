@@ -151,7 +151,7 @@ def _forward_and_backward(function: Callable[..., Any], shapes: Sequence[Any], d
 
 
 # Parameters that a transformer reads before its first block.
-_EMBEDS = ("embedding", "positions", "embedding_norm", "relative_positions")
+_EMBEDS = ("embedding", "positions", "embedding_norm", "embedding_projection", "relative_positions")
 
 
 def _transformer_calls(

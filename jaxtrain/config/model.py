@@ -78,8 +78,10 @@ class HeadConfig(Group):
     """Activation after a square layer before the output; null: none (masked_language_model: gelu_exact, and a norm)."""
     dropout: Fraction = 0.0
     """Dropout rate of what the output layer takes."""
-    bias: bool = True
-    """Add biases to the layers of the head."""
+    hidden_norm: bool = False
+    """Normalize what `hidden` gives, as a masked_language_model always does (ModernBERT)."""
+    bias: bool | Literal["output"] = True
+    """Add biases to the layers and norms of the head; or to its last layer alone (output: ModernBERT)."""
     normalize: bool = False
     """Divide an embedding by its Euclidean norm."""
 
@@ -92,6 +94,12 @@ class HeadConfig(Group):
     def is_pooled(self) -> bool:
         """Whether there is one output per text."""
         return self.kind in ("sequence", "regression", "embedding")
+
+    @model_validator(mode="after")
+    def _norm_has_its_layer(self) -> Self:
+        if self.hidden_norm and self.hidden is None:
+            raise ValueError("head.hidden_norm is of the layer that head.hidden adds; set head.hidden, as gelu_exact")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -290,6 +298,8 @@ class TransformerConfig(_Blocks):
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
     embedding_scale: Positive | None = None
     """Factor of the token embeddings (Gemma: sqrt(embed_dim)); null: 1."""
+    embedding_width: PositiveInt | None = None
+    """Width of the embeddings, which a linear layer maps to embed_dim (ELECTRA small: 128); null: embed_dim."""
     embedding_norm: bool = False
     """Normalize the sum of the embeddings (BERT)."""
     token_types: Count = 0
@@ -318,6 +328,16 @@ class TransformerConfig(_Blocks):
     def has_output_layer(self) -> bool:
         """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
         return self.head_kind in ("language_model", "masked_language_model")
+
+    @property
+    def table_width(self) -> int:
+        """Width of the embeddings, with the default of `embedding_width` filled in."""
+        return self.embedding_width or self.embed_dim
+
+    @property
+    def output_width(self) -> int:
+        """Width of what the output layer takes: of the embeddings, where a head for masked tokens leads back to it."""
+        return self.table_width if self.head_kind == "masked_language_model" else self.embed_dim
 
     def has_bias(self, part: str) -> bool:
         """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
@@ -357,6 +377,9 @@ class TransformerConfig(_Blocks):
             "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,
             "sliding_window is of all layers, local_layers of some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
+            "embeddings of embedding_width are no output layer of width embed_dim; set tie_embeddings: false": (
+                self.tie_embeddings and self.has_output_layer and self.table_width != self.output_width
+            ),
         }
         for reason, is_so in refused.items():
             if is_so:
@@ -458,7 +481,7 @@ class ViTConfig(Published):
         """The transformer whose blocks these are, for images of this height and width; its vocabulary means nothing."""
         same = ("num_layers", "embed_dim", "num_heads", "norm_epsilon", "activation", "dropout", "attention")
         fixed = dict(vocab_size=1, position="learned", norm="layernorm", bias=True, causal=False)
-        values = {name: getattr(self, name) for name in same} | fixed
+        values = {name: getattr(self, name) for name in same} | fixed | dict(head=self.head)
         return TransformerConfig(**values, mlp_dim=self.mlp_width, max_sequence_length=self.num_tokens(image_size))
 
     @model_validator(mode="after")

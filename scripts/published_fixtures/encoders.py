@@ -1,4 +1,4 @@
-"""Fixtures of the encoders: BERT, RoBERTa and DistilBERT, with their heads."""
+"""Fixtures of the encoders: BERT, RoBERTa, DistilBERT and ELECTRA, with their heads."""
 
 # pyright: reportMissingImports=false
 from typing import Any
@@ -50,6 +50,13 @@ def of_sequences(fixture: Fixture, model: Any, generator: np.random.Generator) -
     return arrays | outputs_of(model, arrays)
 
 
+def of_replaced(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
+    """Make the number per token, as logits of one label, of a model that says which tokens were replaced."""
+    arrays = inputs(fixture, generator)
+    logits = outputs_of(model, arrays)["logits"][..., None]
+    return arrays | {"logits": logits, "labels": np.zeros_like(arrays["tokens"])}
+
+
 _BERT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 24, "max_position_embeddings": 16, "type_vocab_size": 2,
@@ -58,6 +65,7 @@ _ROBERTA = {**_BERT, "max_position_embeddings": 18, "type_vocab_size": 1, "layer
 _DISTILBERT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 16,
 }  # fmt: skip
+_ELECTRA = {**_BERT, "embedding_size": 12}
 _LABELS = {"id2label": {0: "no", 1: "maybe", 2: "yes"}, "label2id": {"no": 0, "maybe": 1, "yes": 2}}
 _TANH = ({"hidden_act": "gelu_new"},)
 _BERT_DIP = near_the_dip("intermediate.dense", "1.output.dense") | near_the_dip("intermediate.dense", "0.output.dense")
@@ -96,5 +104,24 @@ FIXTURES = (
     Fixture(
         "distilbert_sequence", tf.DistilBertForSequenceClassification, tf.DistilBertConfig(**_DISTILBERT, **_LABELS),
         of_sequences, gradients=("pre_classifier.weight",),
+    ),
+    Fixture(
+        "electra_mlm", tf.ElectraForMaskedLM, tf.ElectraConfig(**_ELECTRA), masked, special=_BERT_DIP,
+        gradients=("electra.embeddings_project.weight", "electra.embeddings.word_embeddings.weight",
+                   "generator_predictions.dense.bias", "generator_lm_head.bias"),
+        matters=(*_TANH, {"layer_norm_eps": 0.1}),
+    ),
+    Fixture(
+        "electra_sequence", tf.ElectraForSequenceClassification,
+        tf.ElectraConfig(**{**_ELECTRA, "hidden_act": "relu"}, **_LABELS), of_sequences,
+        gradients=("classifier.dense.weight", "electra.embeddings_project.bias"),
+    ),
+    Fixture(
+        "electra_token", tf.ElectraForTokenClassification,
+        tf.ElectraConfig(**{**_BERT, "embedding_size": 16}, **_LABELS), of_tokens, gradients=("classifier.weight",),
+    ),
+    Fixture(
+        "electra_discriminator", tf.ElectraForPreTraining, tf.ElectraConfig(**{**_ELECTRA, "hidden_act": "relu"}),
+        of_replaced, matters=({"hidden_act": "gelu"},),
     ),
 )  # fmt: skip

@@ -34,6 +34,9 @@ ROWS: dict[str, dict[str, Any]] = {
         **RELATIVE, causal=False, block="post", norm="layernorm", embedding_norm=True, activation="gelu_exact"
     ),
     "longrope, long": dict(rope_scaling=dict(**LONGROPE, original_length=8), sliding_window=4),
+    "electra": dict(
+        position="learned", embedding_width=5, embedding_norm=True, norm="layernorm", bias=True, token_types=2,
+    ),
     "longrope, short": dict(rope_scaling=dict(**LONGROPE, original_length=16)),
     "relative": RELATIVE,
     "rotary_fraction": dict(rotary_fraction=0.7),
@@ -181,6 +184,9 @@ def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> n
         x_LD = x_LD + params["token_types"][0]
     if config.embedding_norm:
         x_LD = normalized(x_LD, params["embedding_norm"], config)
+    if "embedding_projection" in params:
+        projection = params["embedding_projection"]
+        x_LD = x_LD @ projection["kernel"] + projection["bias"]
     for layer in range(config.num_layers):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
 

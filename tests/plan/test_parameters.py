@@ -52,6 +52,22 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "embeddings of another width, labels": (
+        TransformerConfig(
+            embedding_width=24,
+            embedding_norm=True,
+            position="learned",
+            causal=False,
+            head=dict(kind="token", num_labels=3),
+        ),
+        TOKENS,
+    ),
+    "embeddings of another width, masked tokens": (
+        TransformerConfig(
+            embedding_width=24, tie_embeddings=True, causal=False, head=dict(kind="masked_language_model")
+        ),
+        TOKENS,
+    ),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),
     "deep mlp": (MLPConfig(hidden_dims=(64, 32, 16)), IMAGES),
 }

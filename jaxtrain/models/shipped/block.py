@@ -173,10 +173,10 @@ def relative_bias(table: nnx.Param | None, config: TransformerConfig, reach: int
         return constrain(bias_HW, "activation_heads", None)
 
 
-def block_norm(config: TransformerConfig) -> Norm:
-    """A norm of the residual stream."""
+def block_norm(config: TransformerConfig, width: int | None = None) -> Norm:
+    """A norm of the residual stream, or of the embeddings of another width."""
     bias, epsilon = config.norms_have_biases, config.norm_epsilon
-    return Norm(config.embed_dim, kind=config.norm, bias=bias, epsilon=epsilon, offset=config.norm_offset)
+    return Norm(width or config.embed_dim, kind=config.norm, bias=bias, epsilon=epsilon, offset=config.norm_offset)
 
 
 def _qk_norm(config: TransformerConfig, name: str) -> Norm | None:
