@@ -130,6 +130,14 @@ CASES = {
         ),
         plain_rows,
     ),
+    "one norm": Case(
+        dict(
+            DECODER, block="parallel_one_norm", norm="layernorm", norm_bias=True, bias="attention", output_bias=True,
+            qk_norm="per_head", rotary_interleaved=True, rope_layers=(1, 0),
+        ),
+        plain_rows,
+    ),
+    "norms of outputs": Case(dict(DECODER, block="output", qk_norm="whole", residual_scale=0.5), plain_rows),
     "parallel": Case(
         dict(
             DECODER, block="parallel", norm="layernorm", bias=True, activation="gelu_exact", rotary_fraction=0.5,
@@ -214,6 +222,9 @@ ROWS_OF_MODELS = [
     ("sandwich", layout(fsdp=2, tensor=2), "dots"),
     ("sandwich", layout(pipe=2, context=2), "none"),
     ("parallel", layout(pipe=2, tensor=2), "full"),
+    ("one norm", layout(pipe=2, tensor=2), "full"),
+    ("one norm", layout(fsdp=2, context=2), "dots"),
+    ("norms of outputs", layout(fsdp=2, tensor=2, sp=True), "dots"),
     ("post", layout(fsdp=2, tensor=2), "dots"),
     ("relative", layout(pipe=2, tensor=2, schedule="interleaved_1f1b"), "full"),
     ("longrope", layout(context=4, attention="ring"), "full"),

@@ -22,11 +22,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+class UnknownFamily(ConfigError):
+    """No family has the model_type of a config.json."""
+
+
 def family_of(model_type: object) -> Family:
     """Returns the family of a config.json's model_type, of this package or of another one.
 
     Raises:
-        ConfigError: There is none.
+        UnknownFamily: There is none.
     """
     if model_type in FAMILIES:
         return FAMILIES[str(model_type)]
@@ -35,7 +39,7 @@ def family_of(model_type: object) -> Family:
     for point in entry_points(group="jaxtrain.families"):
         if point.name == model_type:
             return point.load()
-    raise ConfigError(f"config.json has model_type: {model_type}; the known ones are {', '.join(FAMILIES)}")
+    raise UnknownFamily(f"config.json has model_type: {model_type}, which is not known")
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:

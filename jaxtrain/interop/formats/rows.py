@@ -327,7 +327,7 @@ def block_rows(
         elif part not in ("query_norm", "key_norm") or model["qk_norm"]:
             outputs = {"query_norm": (H, K), "key_norm": (G, K)}.get(part, (D,))
             outputs = (K,) if outputs != (D,) and model["qk_norm"] is True else outputs
-            scale = copy(*outputs) if model["qk_norm"] == "per_head" else vector(*outputs)
+            scale = copy(*outputs) if model.get("qk_norm") == "per_head" else vector(*outputs)
             rows.append(Entry(f"{prefix}{ours}/scale", f"{theirs}.weight", scale))
             biased_part = outputs == (D,) and norm_has_bias(model["norm"], model["bias"], model.get("norm_bias"))
         else:
