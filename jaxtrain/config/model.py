@@ -14,10 +14,10 @@ from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
 # Key of a model group -> value.
 Size = dict[str, object]
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "geglu_exact")
 """Activations that multiply the activated gate with a second linear layer."""
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "geglu_exact"]
 
 TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
@@ -295,13 +295,13 @@ class TransformerConfig(_Blocks):
     attention_softcap: Positive | None = None
     """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
     activation: Activation = "swiglu"
-    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
+    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, those in _exact by the error function)."""
     embedding_scale: Positive | None = None
     """Factor of the token embeddings (Gemma: sqrt(embed_dim)); null: 1."""
     embedding_width: PositiveInt | None = None
     """Width of the embeddings, which a linear layer maps to embed_dim (ELECTRA small: 128); null: embed_dim."""
-    embedding_norm: bool = False
-    """Normalize the sum of the embeddings (BERT)."""
+    embedding_norm: bool | Literal["first_layer"] = False
+    """Normalize the sum of the embeddings (BERT); first_layer: by the norm of its attention's input (ModernBERT)."""
     token_types: Count = 0
     """Number of learned embeddings of token types (BERT: 2, the two texts of a pair); 0: none."""
     logits_softcap: Positive | None = None
@@ -377,6 +377,9 @@ class TransformerConfig(_Blocks):
             "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,
             "sliding_window is of all layers, local_layers of some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
+            "embedding_norm=first_layer is a norm of the inputs of attention alone; set block: pre": (
+                self.embedding_norm == "first_layer" and self.block != "pre"
+            ),
             "embeddings of embedding_width are no output layer of width embed_dim; set tie_embeddings: false": (
                 self.tie_embeddings and self.has_output_layer and self.table_width != self.output_width
             ),
@@ -402,7 +405,7 @@ class EncoderDecoderConfig(_Blocks):
     norm_epsilon: Ratio = 1e-6
     """Added to the variance in each normalization."""
     activation: Activation = "geglu"
-    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
+    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, those in _exact by the error function)."""
     bias: bool = False
     """Add biases to linear layers and LayerNorm."""
     start_token: Count = 0

@@ -240,7 +240,7 @@ def _outer(step: DeviceStep, layer: OuterLayer) -> tuple[float, float]:
 def _embedding(step: DeviceStep, structure: Structure) -> BlockWork:
     streams = [(step.tokens(one) * one.blocks.table_width, one.blocks) for one in structure.stacks]
     # A look-up reads and writes, and so does a norm.
-    looked_up = sum(numbers * (1 + blocks.embedding_norm) for numbers, blocks in streams)
+    looked_up = sum(numbers * (1 + (blocks.embedding_norm is True)) for numbers, blocks in streams)
     entry = [_outer(step, one) for one in structure.entry]
     moved = 2 * step.itemsize * looked_up + sum(moved for _, moved in entry)
     return BlockWork("embedding", step.microbatches, sum(flops for flops, _ in entry), moved)

@@ -40,6 +40,7 @@ ROWS = {
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
+    **dict.fromkeys(("modernbert_mlm", "modernbert_sequence", "modernbert_token"), ENCODER),
     **dict.fromkeys(("electra_mlm", "electra_sequence", "electra_token", "electra_discriminator"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),

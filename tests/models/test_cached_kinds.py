@@ -27,6 +27,7 @@ KINDS = {
     "layers without positions": dict(
         rope_layers=[1, 0], rotary_interleaved=True, qk_norm="whole", block="output", output_bias=True
     ),
+    "norm of embeddings in the first layer": dict(embedding_norm="first_layer", activation="geglu_exact"),
     "post": dict(block="post", norm="layernorm", position="learned"),
 }
 PLAIN = ("relative",)

@@ -52,6 +52,15 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "norm of embeddings in the first layer, a gate": (
+        TransformerConfig(
+            embedding_norm="first_layer",
+            activation="geglu_exact",
+            causal=False,
+            head=dict(kind="sequence", num_labels=3, hidden="gelu_exact", hidden_norm=True, bias="output"),
+        ),
+        TOKENS,
+    ),
     "embeddings of another width, labels": (
         TransformerConfig(
             embedding_width=24,

@@ -86,10 +86,10 @@ def _keys(vocabulary: int, width: int = 768) -> tuple[Key, ...]:
     )
 
 
-def _read_head(
+def read_head(
     file: Mapping[str, Any], prefix: str, *, masked: object, dropout: float, text: str = "tanh", pooled: Any = "tanh"
 ) -> dict[str, Any]:
-    """Our head; `masked`, `text` and `pooled` are the activations of the layer before the last of its three kinds."""
+    """Returns our head; `masked`, `text` and `pooled` are the activations of the layer before the last of its kinds."""
     found = read_architecture(file, *(prefix + suffix for suffix in reversed(_KINDS)))
     kind = _KINDS[found.removeprefix(prefix)]
     if kind == "masked_language_model":
@@ -101,8 +101,8 @@ def _read_head(
     return read_text_head(file, pooling="first", hidden=text, dropout=dropout)
 
 
-def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The keys that say which head a model has, and the dropout before it, where it differs from the others."""
+def write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the keys that say which head a model has, and the dropout before it, where it differs from the others."""
     kind = head_kind(model)
     written = "sequence" if kind == "regression" else kind
     # Another head reads back as this one, and is refused by its key.
@@ -122,32 +122,32 @@ def _label_dropout(file: Mapping[str, Any]) -> float:
 
 
 def _read_bert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(head=_read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(file)))
+    return dict(head=read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(file)))
 
 
 def _read_roberta(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     # Positions are counted from the id of padding on, which has the row of its own id.
     offset = file["pad_token_id"] + 1
     # The head of the masked language model has its own activation, whatever hidden_act is.
-    head = _read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(file))
+    head = read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(file))
     return dict(position_offset=offset, max_sequence_length=file["max_position_embeddings"] - offset, head=head)
 
 
 def _read_distilbert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     rate = file["seq_classif_dropout"]
-    head = _read_head(file, "DistilBert", masked=ours["activation"], text="relu", pooled=None, dropout=rate)
+    head = read_head(file, "DistilBert", masked=ours["activation"], text="relu", pooled=None, dropout=rate)
     return dict(token_types=0, head=head | (dict(dropout=file["dropout"]) if head["kind"] == "token" else {}))
 
 
 def _write_roberta(model: Mapping[str, Any]) -> dict[str, Any]:
     offset = int(model["position_offset"])
     positions = dict(max_position_embeddings=model["max_sequence_length"] + offset, pad_token_id=offset - 1)
-    return positions | _write_head(model, "Roberta")
+    return positions | write_head(model, "Roberta")
 
 
 def _write_distilbert(model: Mapping[str, Any]) -> dict[str, Any]:
     text = head_kind(model) in ("sequence", "regression")
-    return _write_head(model, "DistilBert") | (dict(seq_classif_dropout=model["head"]["dropout"]) if text else {})
+    return write_head(model, "DistilBert") | (dict(seq_classif_dropout=model["head"]["dropout"]) if text else {})
 
 
 def _table_width(model: Mapping[str, Any]) -> int:
@@ -206,7 +206,7 @@ def _masked_head(model: Mapping[str, Any], names: tuple[str, ...], repeated_bias
     ]
 
 
-def _labels(model: Mapping[str, Any], name: str) -> list[Entry]:
+def label_rows(model: Mapping[str, Any], name: str) -> list[Entry]:
     """The layer that classifies, where the head has one."""
     if head_kind(model) not in ("sequence", "token", "regression"):
         return []
@@ -221,7 +221,7 @@ def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     rows = [
         *prefixed(encoder, written="" if kind == "embedding" else "bert.", read=("bert.", "")),
         Skipped(r"cls\.seq_relationship\.(weight|bias)"),
-        *_labels(model, "classifier"),
+        *label_rows(model, "classifier"),
     ]
     if kind == "masked_language_model":
         head = "cls.predictions"
@@ -240,9 +240,9 @@ def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         names = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder.weight")
         return (*rows, *_masked_head(model, names, "lm_head.decoder.bias"))
     if kind not in ("sequence", "regression"):
-        return (*rows, *_labels(model, "classifier"))
+        return (*rows, *label_rows(model, "classifier"))
     hidden = _square(model, "head/hidden", "classifier.dense") if model["head"]["hidden"] else ()
-    return (*rows, *hidden, *_labels(model, "classifier.out_proj"))
+    return (*rows, *hidden, *label_rows(model, "classifier.out_proj"))
 
 
 def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -255,7 +255,7 @@ def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         return (*rows, *_masked_head(model, names))
     text = kind in ("sequence", "regression") and model["head"]["hidden"]
     hidden = _square(model, "head/hidden", "pre_classifier") if text else ()
-    return (*rows, *hidden, *_labels(model, "classifier"))
+    return (*rows, *hidden, *label_rows(model, "classifier"))
 
 
 def _read_electra(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,12 +264,12 @@ def _read_electra(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str,
         head: dict[str, Any] = dict(kind="token", num_labels=1, hidden=ours["activation"])
     else:  # whatever hidden_act is
         rate = _label_dropout(file)
-        head = _read_head(file, "Electra", masked="gelu_exact", text="gelu_exact", pooled=None, dropout=rate)
+        head = read_head(file, "Electra", masked="gelu_exact", text="gelu_exact", pooled=None, dropout=rate)
     return dict(embedding_width=None if width == file["hidden_size"] else width, head=head)
 
 
 def _write_electra(model: Mapping[str, Any]) -> dict[str, Any]:
-    said = dict(embedding_size=_table_width(model)) | _write_head(model, "Electra")
+    said = dict(embedding_size=_table_width(model)) | write_head(model, "Electra")
     is_discriminator = head_kind(model) == "token" and model["head"]["hidden"]
     return said | dict(architectures=[_DISCRIMINATOR]) if is_discriminator else said
 
@@ -285,10 +285,10 @@ def _electra_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         names = (f"{head}.dense", f"{head}.LayerNorm", "generator_lm_head.bias", "generator_lm_head.weight")
         return (*rows, *_masked_head(model, names))
     if not model["head"]["hidden"]:
-        return (*rows, *_labels(model, "classifier"))
+        return (*rows, *label_rows(model, "classifier"))
     head = "discriminator_predictions" if kind == "token" else "classifier"
     output = "dense_prediction" if kind == "token" else "out_proj"
-    return (*rows, *_square(model, "head/hidden", f"{head}.dense"), *_labels(model, f"{head}.{output}"))
+    return (*rows, *_square(model, "head/hidden", f"{head}.dense"), *label_rows(model, f"{head}.{output}"))
 
 
 BERT = Family(
@@ -298,7 +298,7 @@ BERT = Family(
     tensors=_bert_tensors,
     fixed=_FIXED,
     read=_read_bert,
-    write=lambda model: _write_head(model, "Bert"),
+    write=lambda model: write_head(model, "Bert"),
     sizes={
         "bert_base": size(_BERT, 12, 768, 12),
         "bert_base_cased": size(_BERT, 12, 768, 12, vocab_size=28996),

@@ -8,7 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families import bert, gemma, gpt2, gpt_neox, llama, phi3, qwen, resnet, starcoder2, t5, vit
+from jaxtrain.interop.families import (
+    bert,
+    gemma,
+    gpt2,
+    gpt_neox,
+    llama,
+    modernbert,
+    phi3,
+    qwen,
+    resnet,
+    starcoder2,
+    t5,
+    vit,
+)
 from jaxtrain.interop.families.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -17,7 +30,7 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ELECTRA, vit.FAMILY, resnet.FAMILY, t5.FAMILY),
-        starcoder2.FAMILY,
+        *(modernbert.FAMILY, starcoder2.FAMILY),
     )
 }
 

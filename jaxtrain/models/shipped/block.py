@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
+from jaxtrain.models.layers import ACTIVATIONS, GATES, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
@@ -41,7 +41,6 @@ from jaxtrain.ops.attention.reference import (
 )
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
-from jaxtrain.ops.elementwise import gelu
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -108,6 +107,7 @@ class Context:
         segments_BL: numbers of packed documents; None: one document per row.
         local: bool [], whether this is a local layer; None: all layers are alike.
         rotated: bool [], whether this layer has rotary positions; None: all layers are alike.
+        first: bool [], whether the norm of attention's input is that of the embeddings here; None: of no layer.
         bias_HW: added to the scores, of each distance.
         cache: of earlier positions, to which the new ones are added; None: the tokens are whole texts.
     """
@@ -116,6 +116,7 @@ class Context:
     segments_BL: jax.Array | None = None
     local: jax.Array | None = None
     rotated: jax.Array | None = None
+    first: jax.Array | None = None
     bias_HW: jax.Array | None = None
     cache: LayerCache | None = None
 
@@ -314,7 +315,7 @@ class MLP(nnx.Module):
 
     def _gated(self, gate: Linear, x_BLD: jax.Array, up_BLF: jax.Array) -> jax.Array:
         def product(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-            return (jax.nn.silu(gate_BLF) if self.activation == "swiglu" else gelu(gate_BLF)) * up_BLF
+            return GATES[self.activation](gate_BLF) * up_BLF
 
         if isinstance(gate.kernel.get_value(), LowRankKernel):
             # Of a fine-tuning the activations are most of what a step holds. The backward pass keeps the two factors
@@ -357,7 +358,10 @@ class Block(nnx.Module):
     def attend(self, x_BLD: jax.Array, context: Context, key: jax.Array | None) -> tuple[jax.Array, LayerCache | None]:
         """Add the output of attention to the residual stream."""
         with jax.named_scope("attention"):
-            y_BLD, cache = self.attention(self._input(x_BLD, self.attention_norm), context)
+            inner_BLD = self._input(x_BLD, self.attention_norm)
+            if context.first is not None:
+                x_BLD = constrain(jnp.where(context.first, inner_BLD, x_BLD), *RESIDUAL)
+            y_BLD, cache = self.attention(inner_BLD, context)
             x_BLD = self._added(x_BLD, y_BLD, key, self.attention_norm, self.attention_output_norm)
         return x_BLD, cache
 

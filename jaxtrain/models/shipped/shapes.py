@@ -302,7 +302,7 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
         rows["positions"] = ((config.max_sequence_length + config.position_offset, width), (None, "embed"))
     if config.token_types:
         rows["token_types"] = ((config.token_types, width), (None, "embed"))
-    if config.embedding_norm:
+    if config.embedding_norm is True:
         rows |= _norm("embedding_norm", config, width=width)
     rows |= {} if projection is None else _linear("embedding_projection", projection)
     rows |= _stack(config)
@@ -444,7 +444,7 @@ def structure_of(
             head = () if config.head is None else _head_layers(config, num_outputs, length)
             head += () if ids is None else (_vocabulary_layer(config, config.output_width, ids, length),)
             first, path = embedding_projection_shape(config), "embedding_projection/kernel"
-            entry = () if first is None else (OuterLayer(path, *first.kernel, length),)
+            entry = () if first is None else (OuterLayer(path, config.table_width, config.embed_dim, length),)
             return Structure((Stack("blocks", config, length),), entry, head, ids)
         case EncoderDecoderConfig():
             assert vocab_size is not None
@@ -482,4 +482,5 @@ def _head_layers(config: TransformerConfig, num_outputs: int | None, length: int
     assert head is not None
     layers = head_shapes(config, (head.num_labels or num_outputs) if head.has_labels else None)
     positions = 1 if head.is_pooled else length
-    return tuple(OuterLayer(f"head/{name}/kernel", *one.kernel, positions) for name, one in layers.items())
+    width = config.embed_dim
+    return tuple(OuterLayer(f"head/{name}/kernel", width, one.outputs[0], positions) for name, one in layers.items())

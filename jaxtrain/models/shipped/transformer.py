@@ -45,7 +45,7 @@ from jaxtrain.remat.policy import Remat
 
 # Tokens of a prompt that are read at a time: the scores of a chunk are in memory, not those of the prompt.
 PREFILL_CHUNK = 512
-# `local` and `rotated` of the context of a layer, or of all layers.
+# `local`, `rotated` and `first` of the context of a layer, or of all layers.
 _LayerKind = dict[str, Any]
 
 
@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
         self.positions = table(num_positions, width) if config.position == "learned" else None
         self.token_types = table(config.token_types, width) if config.token_types else None
         self.relative_positions = relative_table(config, rngs)
-        self.embedding_norm = block_norm(config, width) if config.embedding_norm else None
+        self.embedding_norm = block_norm(config, width) if config.embedding_norm is True else None
         self.embedding_projection = _projection(config, rngs)
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
@@ -205,12 +205,14 @@ def _head(
 
 
 def _layer_kinds(config: TransformerConfig) -> _LayerKind | None:
-    """Which layers are local ones, and which have rotary positions, bool [num_layers]; None: all are alike."""
+    """Which layers are local, have rotary positions, and norm the embeddings, bool [num_layers]; None: all alike."""
     kinds: _LayerKind = {}
     if config.local_layers is not None:
         kinds["local"] = np.array([window is not None for window in config.windows])
     if config.rope_layers is not None:
         kinds["rotated"] = np.resize(np.array(config.rope_layers, bool), config.num_layers)
+    if config.embedding_norm == "first_layer":
+        kinds["first"] = np.arange(config.num_layers) == 0
     return kinds or None
 
 
