@@ -14,10 +14,10 @@ from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
 # Key of a model group -> value.
 Size = dict[str, object]
 
-GATED = ("swiglu", "geglu", "geglu_exact")
+GATED = ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 """Activations that multiply the activated gate with a second linear layer."""
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "geglu_exact"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "geglu_exact", "clamped_swiglu"]
 
 TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
@@ -294,6 +294,8 @@ class TransformerConfig(_Blocks):
     """Normalize queries and keys: each head (true: Qwen3), with scales per head (Cohere), over all heads (OLMo 2)."""
     attention_softcap: Positive | None = None
     """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
+    attention_sinks: bool = False
+    """Give each head's softmax one more, learned score, whose value is 0 (gpt-oss)."""
     activation: Activation = "swiglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, those in _exact by the error function)."""
     embedding_scale: Positive | None = None
@@ -369,9 +371,9 @@ class TransformerConfig(_Blocks):
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
-            "experts have no biases; set bias: false, or leave experts out": moe and self.bias in (True, "mlp"),
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
-            "experts have activation gelu or swiglu": moe and self.activation not in ("gelu", "swiglu"),
+            "experts have activation gelu, swiglu or clamped_swiglu": moe
+            and self.activation not in ("gelu", "swiglu", "clamped_swiglu"),
             "experts have losses per token, which this head has no place for; set head: null": moe
             and not self.has_output_layer,
             "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,

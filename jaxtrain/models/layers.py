@@ -25,8 +25,6 @@ ACTIVATIONS = {
     "gelu": gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
 }
-# Those of a gate, by what the two are called together.
-GATES = {"swiglu": jax.nn.silu, "geglu": gelu, "geglu_exact": ACTIVATIONS["gelu_exact"]}
 
 
 class Linear(nnx.Module):

@@ -34,6 +34,7 @@ ROWS: dict[str, dict[str, Any]] = {
         **RELATIVE, causal=False, block="post", norm="layernorm", embedding_norm=True, activation="gelu_exact"
     ),
     "olmo2": dict(block="output", qk_norm="whole", residual_scale=0.3, bias="attention"),
+    "gpt_oss": dict(attention_sinks=True, bias="attention", local_layers=dict(pattern=(1, 0), window=3)),
     "cohere2": dict(
         block="parallel_one_norm", norm="layernorm", qk_norm="per_head", rotary_interleaved=True, rotary_fraction=0.7,
         rope_layers=(1, 0), local_layers=dict(pattern=(1, 0), window=3),
@@ -55,7 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no positions": dict(position="none", local_layers=dict(pattern=(1, 0), window=3)),
 }  # fmt: skip
 # The others run under --all.
-PLAIN = ("gpt", "llama", "gemma", "olmo2", "cohere2", "yarn", "bert", "modernbert", "longrope, long")
+PLAIN = ("gpt", "llama", "gemma", "olmo2", "gpt_oss", "cohere2", "yarn", "bert", "modernbert", "longrope, long")
 
 
 def scrambled(params: Any) -> Any:
@@ -166,8 +167,9 @@ def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConf
                     score += tables["relative_positions"][bucket(other - at, config), head]
                 cap = config.attention_softcap
                 scores[other] = score if cap is None else cap * math.tanh(score / cap)
-            weights = np.exp(scores - scores.max())
-            out_LHK[at, head] = weights / weights.sum() @ v_LGK[:, group]
+            weights = np.exp(scores)
+            sink = np.exp(params["sinks"][head]) if config.attention_sinks else 0
+            out_LHK[at, head] = weights / (weights.sum() + sink) @ v_LGK[:, group]
     return np.einsum("lhk,hkd->ld", out_LHK, params["output"]["kernel"]) + params["output"].get("bias", 0)
 
 

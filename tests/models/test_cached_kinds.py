@@ -25,7 +25,12 @@ KINDS = {
     ),
     "parallel": dict(block="parallel", norm="layernorm", bias=True, rotary_fraction=0.5),
     "layers without positions": dict(
-        rope_layers=[1, 0], rotary_interleaved=True, qk_norm="whole", block="output", output_bias=True
+        rope_layers=[1, 0],
+        rotary_interleaved=True,
+        qk_norm="whole",
+        block="output",
+        output_bias=True,
+        attention_sinks=True,
     ),
     "norm of embeddings in the first layer": dict(embedding_norm="first_layer", activation="geglu_exact"),
     "post": dict(block="post", norm="layernorm", position="learned"),

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.model import EncoderDecoderConfig, ExpertsConfig, MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors
@@ -75,6 +75,10 @@ MODELS = {
         TransformerConfig(
             embedding_width=24, tie_embeddings=True, causal=False, head=dict(kind="masked_language_model")
         ),
+        TOKENS,
+    ),
+    "experts with biases, and sinks": (
+        TransformerConfig(experts=ExpertsConfig(), bias=True, activation="clamped_swiglu", attention_sinks=True),
         TOKENS,
     ),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),

@@ -10,14 +10,17 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
+    cohere,
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama,
     modernbert,
     phi3,
     qwen,
     resnet,
+    stablelm,
     starcoder2,
     t5,
     vit,
@@ -30,7 +33,10 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ELECTRA, vit.FAMILY, resnet.FAMILY, t5.FAMILY),
-        *(modernbert.FAMILY, starcoder2.FAMILY),
+        starcoder2.FAMILY,
+        gpt_oss.FAMILY,
+        *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
+        modernbert.FAMILY,
     )
 }
 

@@ -32,6 +32,7 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
     block(linear((D,), (G, K)), dim=0, start=H * K, of=(H + 2 * G) * K)     q|k|v one after the other: this is k
     interleaved((H, 3, K), 1, (D,))                                         q, k, v of each head in turn: this is k
     interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
+    pairs((E, D, F), 1)                                                     two in turn along the last dim [E, D, 2*F]
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -186,6 +187,13 @@ def interleaved(sizes: tuple[int, int, int], index: int, inputs: Shape | None = 
         return _whole([sizes], (0, 1), (1, 1), ((1, index),))
     order = (*range(2, 2 + len(inputs)), 0, 1)
     return _whole([sizes, inputs], order, (1,) * (len(inputs) + 2), ((1, index),))
+
+
+def pairs(ours: Shape, index: int) -> Transform:
+    """Theirs [..., 2 * last] -> ours, every second number of the last dimension from `index` on (gpt-oss)."""
+    dims = len(ours)
+    order = tuple(range(dims))
+    return _whole([*((size,) for size in ours[:-1]), (ours[-1], 2)], order, (1,) * dims, ((dims, index),))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import ACTIVATIONS, GATES, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
@@ -33,6 +33,7 @@ from jaxtrain.models.shipped.shapes import (
 from jaxtrain.ops.attention.reference import (
     BLOCK,
     CachedKeys,
+    Learned,
     attention_mask,
     bias_at,
     cached_attention,
@@ -41,6 +42,7 @@ from jaxtrain.ops.attention.reference import (
 )
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
+from jaxtrain.ops.elementwise import GATED
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -204,7 +206,11 @@ class Attention(nnx.Module):
         self.value = _linear(config, "value", shapes["value"], stddevs.key_value, rngs)
         self.output = _linear(config, "output", shapes["output"], stddevs.attention_output, rngs)
         self.query_norm, self.key_norm = _qk_norm(config, "query_norm"), _qk_norm(config, "key_norm")
+        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
         self.config = config
+
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
     def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, LayerCache | None]:
         q_BLHK, k_BSGK, v_BSGK = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
@@ -266,13 +272,17 @@ class Attention(nnx.Module):
             bias_BHLS = None if context.bias_HW is None else bias_at(context.bias_HW, positions_BL, order_S)
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
 
-        softcap = config.attention_softcap
+        softcap, sink_H = config.attention_softcap, self._sinks()
         if length <= 2 * BLOCK:
-            return cached_attention(q_BLHK, keys(0, length), softcap=softcap)
+            return cached_attention(q_BLHK, keys(0, length), softcap=softcap, sink_H=sink_H)
         # Rows beyond the cache are not in use: they do not make the others read all of it.
         last = jnp.max(jnp.where(positions_BL < length, positions_BL, 0))
         blocks = last // BLOCK + 1
-        return cached_attention_in_blocks(q_BLHK, lambda number: keys(number * BLOCK, BLOCK), blocks, softcap=softcap)
+
+        def block(number: jax.Array) -> CachedKeys:
+            return keys(number * BLOCK, BLOCK)
+
+        return cached_attention_in_blocks(q_BLHK, block, blocks, softcap=softcap, sink_H=sink_H)
 
     def _attend(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, context: Context) -> jax.Array:
         """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
@@ -280,7 +290,8 @@ class Attention(nnx.Module):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
             form = AttentionForm(config.causal, window, config.attention_softcap)
-            return self_attention(q, k, v, context.segments_BL, form, context.bias_HW, implementation=config.attention)
+            learned = Learned(context.bias_HW, self._sinks())
+            return self_attention(q, k, v, context.segments_BL, form, learned, implementation=config.attention)
 
         if context.local is None or config.local_layers is None:
             return attend(q_BLHK, k_BLGK, v_BLGK, config.windows[0])
@@ -314,9 +325,7 @@ class MLP(nnx.Module):
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
     def _gated(self, gate: Linear, x_BLD: jax.Array, up_BLF: jax.Array) -> jax.Array:
-        def product(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-            return GATES[self.activation](gate_BLF) * up_BLF
-
+        product = GATED[self.activation]
         if isinstance(gate.kernel.get_value(), LowRankKernel):
             # Of a fine-tuning the activations are most of what a step holds. The backward pass keeps the two factors
             # and computes the sigmoid again, where autodiff keeps six arrays: a fifth of all temporary memory.

@@ -282,16 +282,20 @@ def _stack(config: TransformerConfig) -> Rows:
         rows |= _norm(f"blocks/{name}", config, layers=layers)
     for name, one in qk_norm_shapes(config).items():
         rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
+    if config.attention_sinks:
+        rows["blocks/attention/sinks"] = ((layers, config.num_heads), ("layers", "heads"))
     for name, one in attention_shapes(config).items():
         rows |= _linear(f"blocks/attention/{name}", one, bias=config.has_bias(name), layers=layers)
     if config.experts is not None:
-        rows |= _linear("blocks/mlp/router", router_shape(config), bias=False, layers=layers)
+        rows |= _linear("blocks/mlp/router", router_shape(config), bias=config.has_bias("up"), layers=layers)
     for name, one in mlp_shapes(config).items():
         if config.experts is None:
             rows |= _linear(f"blocks/mlp/{name}", one, bias=config.has_bias(name), layers=layers)
         else:
-            shape = (layers, config.experts.num_experts, *one.kernel)
-            rows[f"blocks/mlp/{name}/kernel"] = (shape, ("layers", "experts", *one.axes))
+            lead, names = (layers, config.experts.num_experts), ("layers", "experts")
+            rows[f"blocks/mlp/{name}/kernel"] = ((*lead, *one.kernel), (*names, *one.axes))
+            if config.has_bias(name):
+                rows[f"blocks/mlp/{name}/bias"] = ((*lead, *one.outputs), (*names, *one.axes[len(one.inputs) :]))
     return rows if config.block == "post" else rows | _norm("output_norm", config)
 
 
