@@ -38,7 +38,7 @@ ROWS = {
         ("llama", "llama31", "smollm2", "starcoder2", "mistral", "mixtral", "qwen2", "qwen2_window"), PLAIN
     ),
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
-    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
+    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "olmo3", "granite", "smollm3"), PLAIN),
     "gpt_oss": PLAIN,
     **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),

@@ -79,6 +79,8 @@ TRANSFORMERS = {
     "pythia_6.9b": 6_857_302_016,
     "pythia_12b": 11_846_072_320,
     "gpt_neox_20b": 20_554_567_680,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_7b": 7_173_923_840,
     "starcoder2_15b": 15_957_889_024,
@@ -97,6 +99,17 @@ TRANSFORMERS = {
     "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,
     "qwen2_72b": 72_706_203_648,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+    "granite3.0_2b": 2_533_531_648,
+    "granite3.0_8b": 8_170_848_256,
+    "granite3.3_2b": 2_533_539_840,
+    "granite3.3_8b": 8_170_864_640,
+    "smollm3_3b": 3_075_098_624,
 }
 # The safetensors index published with each model (the embedding counted once).
 ENCODER_DECODERS = {

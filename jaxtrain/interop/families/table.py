@@ -15,11 +15,14 @@ from jaxtrain.interop.families import (
     gpt2,
     gpt_neox,
     gpt_oss,
+    granite,
     llama,
     modernbert,
+    olmo,
     phi3,
     qwen,
     resnet,
+    smollm3,
     stablelm,
     starcoder2,
     t5,
@@ -36,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         starcoder2.FAMILY,
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
+        *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
         modernbert.FAMILY,
     )
 }

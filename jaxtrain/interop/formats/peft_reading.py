@@ -102,7 +102,7 @@ def open_adapter_folder(path: str | Path) -> AdapterFolder:
     """
     folder = Path(path)
     if not is_adapter_folder(folder):
-        raise ConfigError(f"{folder} has no {CONFIG}; name the folder of an adapter, as PEFT or export writes it")
+        raise ConfigError(f"{folder} has no {CONFIG}; give an adapter folder of PEFT or of jaxtrain export")
     config = _read_config(folder / CONFIG)
     stored = read_header(folder / WEIGHTS)
     return AdapterFolder(folder, config, {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()})
@@ -116,7 +116,7 @@ def _read_config(file: Path) -> AdapterConfig:
     if str(said.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
         wrong = "init_lora_weights"
     if wrong is not None:
-        raise ConfigError(f"{file} has {wrong}: {said.get(wrong)}, which is not supported; plain LoRA adapters are")
+        raise ConfigError(f"{file} has {wrong}: {said.get(wrong)}, but only plain LoRA adapters are supported")
 
     def patterns(key: str, kind: type) -> dict[str, Any]:
         return {pattern: kind(value) for pattern, value in (said.get(key) or {}).items() if re.compile(pattern)}
@@ -254,7 +254,7 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
     rest = [name for name in folder.stored if name not in used]
     if rest or not modules:
         raise CheckpointError(
-            f"{folder.path} holds {rest[0] if rest else 'no factors'}: it is of another base, or not supported "
+            f"{folder.path} holds {rest[0] if rest else 'no factors'}: it belongs to another base, or is not supported "
             "(DoRA; adapters of embeddings, experts, biases or the output layer)"
         )
     found = {module: _factors(folder, module, parts) for module, parts in modules.items()}
@@ -294,8 +294,8 @@ def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarra
     stored = folder.stored[name]
     if stored.shape != transform.theirs or stored.dtype.kind in "iub":
         raise CheckpointError(
-            f"{folder.path}: {name} is {stored.dtype}{list(stored.shape)}, but its config and the base ask for "
-            f"floats {list(transform.theirs)}; it is an adapter of another base"
+            f"{folder.path}: {name} is {stored.dtype}{list(stored.shape)}, but its config and the base need "
+            f"floats {list(transform.theirs)}; the adapter belongs to another base"
         )
     return map_tensor(stored).astype(np.float32)
 
@@ -337,6 +337,6 @@ def _read_whole(folder: AdapterFolder, rows: Sequence[Row], used: set[str]) -> d
             name is not None
             and not np.array_equal(row.transform.read_all(_floats(folder, name, row.transform)), found[row.to])
         ):
-            raise ConfigError(f"{folder.path} trains {row.to} apart from {names_of(row)[0]}, which the base ties")
+            raise ConfigError(f"{folder.path} trains {row.to} and {names_of(row)[0]}, which the base ties")
         used.update([name] if name else ())
     return found
