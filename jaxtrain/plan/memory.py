@@ -186,7 +186,7 @@ def _whole_logits(step: DeviceStep) -> bool:
     last, vocabulary = step.structure.stacks[-1], (step.structure.vocabulary or 0) / step.degrees["tensor"]
     if vocabulary == 0:
         return True
-    return logit_blocks_of(step.config, step.tokens(last), last.blocks.embed_dim, vocabulary).by == "whole"
+    return logit_blocks_of(step.config, step.tokens(last), step.structure.head[-1].inputs, vocabulary).by == "whole"
 
 
 def _largest_gradient(step: DeviceStep, *, by_use: int) -> float:
@@ -295,7 +295,7 @@ def _transformer(step: DeviceStep, structure: Structure, kind: str) -> Work:
     kept += _adapters(step, structure)
     if structure.vocabulary is None:
         return Work(kept, block, 0.0, moved)
-    vocabulary = structure.vocabulary / step.degrees["tensor"]
+    width, vocabulary = structure.head[-1].inputs, structure.vocabulary / step.degrees["tensor"]
     logit_blocks = logit_blocks_of(step.config, t, width, vocabulary)
     head = block_bytes(logit_blocks, math.ceil(t), width, math.ceil(vocabulary), itemsize=size)
     if kind == "cpu" and logit_blocks.by == "whole":

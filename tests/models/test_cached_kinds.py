@@ -32,6 +32,7 @@ KINDS = {
         output_bias=True,
         attention_sinks=True,
     ),
+    "norm of embeddings in the first layer": dict(embedding_norm="first_layer", activation="geglu_exact"),
     "post": dict(block="post", norm="layernorm", position="learned"),
 }
 PLAIN = ("relative",)
