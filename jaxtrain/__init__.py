@@ -77,7 +77,6 @@ _HOMES = {
     "load_config": "jaxtrain.config",
     "load_adapter": "jaxtrain.interop.peft",
     "load_pretrained": "jaxtrain.interop.pretrained",
-    "lookahead": "jaxtrain.optim.wrappers",
     "make_mesh": "jaxtrain.layout.mesh",
     "make_stack": "jaxtrain.models.from_nnx",
     "make_train_step": "jaxtrain.train.step",

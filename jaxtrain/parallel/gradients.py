@@ -237,32 +237,6 @@ def compute_gradients(loss: LossFunction, arguments: Arguments, plan: Accumulati
     return Gradients(total, loss_sum, weight, model_state, metrics)
 
 
-def compute_mean_loss(loss: LossFunction, arguments: Arguments, plan: Accumulation) -> jax.Array:
-    """The mean loss without its gradient, as often as an optimizer asks for it: float32 [], without its loss scale.
-
-    It is the loss that `compute_gradients` differentiates, with its microbatches and random numbers, and may itself be
-    differentiated twice.
-    """
-    params, fixed, model_state, batch, key = arguments
-    if plan.count == 1:
-        _, (total, weight, _, _) = loss(params, fixed, model_state, batch, jax.random.fold_in(key, 0))
-        return total / divisor(weight)
-
-    # Differentiated, it keeps the activations of one microbatch, as the gradient of the step does.
-    @jax.checkpoint
-    def one(params: Tree, state: Tree, index: jax.Array, rows: Batch) -> tuple[jax.Array, jax.Array, Tree]:
-        _, (total, weight, state, _) = loss(params, fixed, state, rows, jax.random.fold_in(key, index))
-        return total, weight, state
-
-    def step(state: Tree, microbatch: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
-        total, weight, new = one(params, state, *microbatch)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state), (total, weight)
-
-    microbatches = (jnp.arange(plan.count), split_microbatches(batch, plan.count))
-    _, (totals, weights) = jax.lax.scan(step, model_state, microbatches)
-    return jnp.sum(totals) / divisor(jnp.sum(weights))
-
-
 def _automatic(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
     """Accumulate in code whose collectives the compiler places."""
 

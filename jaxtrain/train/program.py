@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import use_layout
@@ -22,7 +21,7 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, TaskSums, calling_sums, task_sums
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
-from jaxtrain.parallel.gradients import Accumulation, Arguments, compute_gradients, compute_mean_loss
+from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, compute_gradients
 from jaxtrain.parallel.microbatches import loss_divisor
 from jaxtrain.parallel.pipeline import pipeline_gradients, pipeline_sums
 from jaxtrain.parallel.stage import Pipeline
@@ -35,17 +34,15 @@ from jaxtrain.train.update import MeanGradients, Metrics, mean_gradients, update
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One optimizer step: the state after it, and what it reports."""
     with program.sharded_model.context(required=True):
-        gradients = _gradients(program, state, program.trained(state.params), batch, _scale(state))
+        gradients = _gradients(program, state, batch)
         with jax.named_scope("optimizer"):
-            return update_state(
-                program, state, gradients, _scale(state), lambda trained: _mean_loss(program, state, trained, batch)
-            )
+            return update_state(program, state, gradients, _scale(state))
 
 
 def find_gradients(program: StepProgram, state: TrainState, batch: Batch) -> MeanGradients:
     """Mean gradients of a batch at the state's parameters, as the optimizer of a step would get them, unclipped."""
     with program.sharded_model.context(required=True):
-        gradients = _gradients(program, state, program.trained(state.params), batch, _scale(state))
+        gradients = _gradients(program, state, batch)
         return mean_gradients(gradients, _scale(state))
 
 
@@ -76,28 +73,9 @@ def _fixed(program: StepProgram, state: TrainState, scale: jax.Array) -> _Fixed:
     return _Fixed(state.params, scale, average, state.step)
 
 
-def _mean_loss(program: StepProgram, state: TrainState, trained: Params, batch: Batch) -> jax.Array:
-    """The loss of a step at other trained parameters (float32), with the random numbers of the step: float32 []."""
-    all_rows = program.task.rows == "global" and program.settings.accumulation_steps > 1
-    if program.pipeline is not None or state.loss_scale is not None or all_rows:
-        raise ConfigError(
-            "the optimizer computes the loss again (a line search, Sophia, SAM), which takes parallel.pipe=1, another "
-            "policy than fp16, and accumulation_steps=1 where rows='global'"
-        )
-    # The loss of the parameters as they would be stored.
-    stored = jax.tree.map(lambda new, old: new.astype(old.dtype), trained, program.trained(state.params))
-    return _gradients(program, state, stored, batch, jnp.float32(1), compute=compute_mean_loss)
-
-
-def _gradients(
-    program: StepProgram,
-    state: TrainState,
-    trained: Params,
-    batch: Batch,
-    scale: jax.Array,
-    compute: Callable[..., Any] = compute_gradients,
-) -> Any:
-    """Gradients of the mean loss over the global batch, times the loss scale (float32 []); or what `compute` gives."""
+def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradients:
+    """Gradients of the mean loss over the global batch, times the loss scale."""
+    trained, scale = program.trained(state.params), _scale(state)
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
     step_key, layout = jax.random.fold_in(state.key, state.step), sharded_model.layout
     if program.pipeline is not None:
@@ -120,7 +98,7 @@ def _gradients(
     with use_layout(layout):
         if task.rows == "global" and plan.count > 1:
             return global_row_gradients(_two_passes(program), arguments, plan)
-        return compute(_loss(program), arguments, plan)
+        return compute_gradients(_loss(program), arguments, plan)
 
 
 def _stack_run_once(model: Model) -> str | None:

@@ -144,9 +144,8 @@ class TrainStep:
                 `model.init`, on any devices, in the dtypes of `model.init` or of the state. Or the path of a run
                 ("runs/x"), of its `checkpoints` folder, or of one step in it ("runs/x/checkpoints/400"): its newest
                 intact step, or that one, is read straight into the shardings of this step. Of a run with a moving
-                average (`ema_decay`) the average is taken where a parameter has one, else what its optimizer keeps for
-                evaluation (Lookahead, schedule-free); its model_state comes along. What `open_run` and `fit` return
-                stands for the path of its run, or of the step that was opened.
+                average (`ema_decay`) the average is taken where a parameter has one; its model_state comes along. What
+                `open_run` and `fit` return stands for the path of its run, or of the step that was opened.
             model_state: batch statistics and the like to start from, a tree like that of `model.init`; None: those of
                 the run in `params`, else those of `model.init`.
             skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given

@@ -111,7 +111,7 @@ MATMULS = {
 
 @pytest.mark.parametrize(("matmul", "quantize"), MATMULS.values(), ids=MATMULS)
 def test_gradients_are_those_of_the_floats(matmul, quantize):
-    """Of one product in float32, in another order of sums; of no kernel; and forward over reverse, as Sophia asks."""
+    """Of one product in float32, in another order of sums; of no kernel; and forward over reverse."""
     kernel = jax.jit(quantize)(jax.random.normal(jax.random.key(0), (64, 12)))
     floats = jax.jit(matmul)(jnp.eye(64), kernel)
     x = jax.random.normal(jax.random.key(1), (5, 64))
