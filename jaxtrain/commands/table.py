@@ -239,11 +239,6 @@ def _pages() -> None:
     )
     add("--max-shard-size", metavar="SIZE", help="most bytes per file; default: 5GB")
     add("--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model")
-    add(
-        "--base",
-        choices=("nf4",),
-        help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
-    )
     add_shared(parser, "--step", "--emulate")
 
     parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "runs.report")

@@ -26,7 +26,7 @@ Sums = dict[str, tuple[jax.Array, jax.Array | None]]
 TaskSums = tuple[jax.Array, jax.Array, Sums]
 # A user's may return other forms, which `task_sums` brings into this one.
 Loss = Callable[[Any, Batch], TaskSums]
-Rows = Literal["separate", "global", "microbatch"]
+Rows = Literal["separate", "global"]
 
 RENAME = "write fit(columns={'inputs': 'image', 'targets': 'label'}), or rename the entries"
 # Metrics of the step itself.
@@ -168,8 +168,7 @@ class Task:
         num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
             refused when it is read.
         rows: what the loss of a row depends on. separate: on that row alone. global: on all rows of the batch, such as
-            contrastive losses; with accumulation the model then runs twice, once for the outputs of all rows and once
-            for the gradients. microbatch: on the rows of the same microbatch, so that accumulation changes the loss.
+            contrastive losses; accumulation and pipelines are then refused.
 
     Example:
         >>> def brier(outputs, batch):
@@ -187,7 +186,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.rows not in get_args(Rows):
-            raise ConfigError(f"Task: rows={self.rows!r}; use separate, global or microbatch")
+            raise ConfigError(f"Task: rows={self.rows!r}; use separate or global")
         check_axes(self.batch_axes, what="Task: batch_axes", write="batch_axes={'inputs': ('batch', 'sequence')}")
 
     @classmethod
@@ -210,7 +209,7 @@ class Task:
                 outputs; see `ModelCall`, which also holds the parameters, their moving average and the step number.
                 `batch` is any dict of arrays; it needs no entry `inputs`. `key` is of the step and the microbatch; in
                 evaluation, of the batch's number. Its numbers are drawn for all rows at once, the same on every mesh.
-            batch_axes, reads_weights, rows: as in `Task`; with accumulation, `rows="global"` is refused.
+            batch_axes, reads_weights, rows: as in `Task`.
             reference: (apply, batch) -> float32 [B, ...], numbers of each row by the parameters that training starts
                 from, such as log-probabilities. A run computes them once, keeps them in its directory, and gives them
                 to the loss as the entry `reference`. None: there are none.

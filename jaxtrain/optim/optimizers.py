@@ -60,7 +60,7 @@ def _muon(config: MuonDirection, axes: AxesTable) -> list[optax.GradientTransfor
     """Make Muon's direction of matrices, 4 bytes of state per parameter (Jordan et al. 2024), and AdamW's of others."""
 
     def matrix(path: str, shape: tuple[int, ...]) -> Matrix | None:
-        return as_matrix(path, shape, axes, exclude=config.adamw)
+        return as_matrix(path, shape, axes)
 
     def kinds(params: optax.Params) -> optax.Params:
         def kind(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:

@@ -14,7 +14,6 @@ from jaxtrain.config.optimizers import (
     CalledOptimizer,
     DirectionConfig,
     LionDirection,
-    MuonDirection,
     OptimizerConfig,
     SGDDirection,
 )
@@ -51,15 +50,6 @@ def directions(config: OptimizerConfig) -> list[DirectionConfig]:
     """What updates each group of an optimizer's parameters, in order, and last the rest."""
     assert not isinstance(config, CalledOptimizer)
     return [*(group.optimizer or config for group in config.groups), config]
-
-
-def adamw_patterns(config: OptimizerConfig) -> dict[str, tuple[str, ...]]:
-    """Key -> patterns of the matrices that Muon leaves to AdamW, of the keys that have any."""
-    if isinstance(config, CalledOptimizer):
-        return {}
-    groups = [f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(config.groups))]
-    of_keys = zip([*groups, "optimizer.adamw"], directions(config), strict=True)
-    return {key: one.adamw for key, one in of_keys if isinstance(one, MuonDirection) and one.adamw}
 
 
 def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:
@@ -139,7 +129,7 @@ def complete_axes(shapes: Mapping[str, tuple[int, ...]], axes: AxesTable, stack:
     return rows
 
 
-def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequence[str] = ()) -> Matrix | None:
+def as_matrix(path: str, shape: Sequence[int], axes: AxesTable) -> Matrix | None:
     """Find the matrices of a parameter that Muon makes orthogonal; None where AdamW updates it.
 
     The names of the dims decide: besides layers and experts there must be exactly two sides, where heads and head_dim
@@ -147,10 +137,7 @@ def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequ
     convolution); where no named one follows (classes, experts of a router) the parameter is an output layer.
 
     `axes` has a row for each parameter (`complete_axes`); one without a row goes by its name and global shape alone.
-    AdamW updates paths that match `exclude`, whatever their dims are.
     """
-    if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
-        return None
     sides: list[tuple[str, list[int]]] = []
     batch: list[int] = []
     waiting: list[int] = []

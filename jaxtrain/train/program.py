@@ -1,9 +1,9 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight.
 
 `take_step` computes gradients and gives them to `update.py`. Parameters are gathered by `hold_parameters` (ZeRO, once
-a step) and inside the model (`layout/gather.py`); the loss scale multiplies the loss in `_loss`, `_two_passes` and
+a step) and inside the model (`layout/gather.py`); the loss scale multiplies the loss in `_loss` and
 `parallel/pipeline.py`, and divides the gradients in `update.py`; gradients are averaged at the end of
-`compute_gradients`, `global_row_gradients` and `pipeline_gradients` in `parallel/`. Evaluation is `evaluation_sums`.
+`compute_gradients` and `pipeline_gradients` in `parallel/`. Evaluation is `evaluation_sums`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, 
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, TaskSums, calling_sums, task_sums
 from jaxtrain.ops.loss.cross_entropy import compute_logits
-from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
 from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, compute_gradients
 from jaxtrain.parallel.microbatches import loss_divisor
 from jaxtrain.parallel.pipeline import pipeline_gradients, pipeline_sums
@@ -96,8 +95,6 @@ def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradien
     )
     arguments = Arguments(trained, _fixed(program, state, scale), state.model_state, batch, step_key)
     with use_layout(layout):
-        if task.rows == "global" and plan.count > 1:
-            return global_row_gradients(_two_passes(program), arguments, plan)
         return compute_gradients(_loss(program), arguments, plan)
 
 
@@ -145,25 +142,6 @@ def _sums(
     outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
     with jax.named_scope("loss"):
         return task_sums(task, outputs, rows, train=True), model_state
-
-
-def _two_passes(program: StepProgram) -> TwoPasses:
-    """The outputs of a microbatch and the loss of all rows, for a task whose rows depend on one another."""
-
-    def outputs(
-        trained: Params, fixed: _Fixed, model_state: ModelState, inputs: Any, key: jax.Array
-    ) -> tuple[Any, ModelState]:
-        params = merge_leaves(trained, fixed.params)
-        return program.sharded_model.apply(params, model_state, inputs, key=key, train=True)
-
-    def loss(outputs: Any, fixed: _Fixed, batch: Batch) -> tuple[jax.Array, TaskSums]:
-        with jax.named_scope("loss"):
-            total, weight, metrics = task_sums(program.task, outputs, batch, train=True)
-        weight = jax.lax.stop_gradient(weight)
-        scaled = total / loss_divisor(weight, powers_of_two=program.powers_of_two) * fixed.scale
-        return scaled, (total, weight, metrics)
-
-    return TwoPasses(outputs, loss)
 
 
 # --- On a pipeline. ---

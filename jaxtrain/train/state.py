@@ -52,10 +52,10 @@ class StepSettings:
                 f"accumulation_steps={steps}, clip_norm={clip}, ema_decay={decay}; use a whole number from 1, a number "
                 "above 0 (None: no clipping) and one from 0 to below 1"
             )
-        if task.calls_model and task.rows == "global" and steps > 1:
+        if task.rows == "global" and steps > 1:
             raise ConfigError(
-                f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, "
-                "loss, rows='global') with loss(outputs, batch), or use accumulation_steps=1"
+                f"task {task.name!r} has rows='global', and accumulation_steps={steps} sees one microbatch at a time; "
+                "use accumulation_steps=1"
             )
 
 
