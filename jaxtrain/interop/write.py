@@ -155,7 +155,7 @@ def write_published(
         for file, names in shards.items():
             here = {one: tensors[one] for one in names}
             kinds = {one: (tensor.shape, tensor.dtype) for one, tensor in here.items()}
-            parts = ((one, tensor, [_part(*part, held) for part in tensor.parts]) for one, tensor in here.items())
+            parts = ((one, tensor, [gathered(*part, held) for part in tensor.parts]) for one, tensor in here.items())
             arrays = ((one, floats_of(tensor, found)) for one, tensor, found in parts)
             if is_main_process() and failure is None:
                 try:
@@ -383,8 +383,8 @@ def _in_files(tensors: Mapping[str, WrittenTensor], most: int) -> dict[str, list
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _part(row: Entry | Constant, position: Position, held: _Held) -> Any:
-    """What a tensor is made of, on the main process; None on the others."""
+def gathered(row: Entry | Constant, position: Position, held: _Held) -> Any:
+    """Returns what a tensor is made of, on the main process; None on the others, and for a constant."""
     if isinstance(row, Constant):
         return None
     array = held[row.state][row.path]

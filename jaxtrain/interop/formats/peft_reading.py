@@ -275,8 +275,8 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
             own[0][position][..., : a.shape[-1]] = a
             # The kernels of one model share a scale: what another one has goes into B.
             own[1][position][: b.shape[0]] = b if same else b * np.float32(scales[module] / scale)
-    # A kernel that a module holds beside adapted ones is written as zeros, and has no adapter.
-    kept = {path: pair for path, pair in factors.items() if pair[0].any() or pair[1].any()}
+    # A kernel that a module holds beside adapted ones gets zeros in B, and has no adapter.
+    kept = {path: pair for path, pair in factors.items() if pair[1].any()}
     return AdapterArrays(rank, scale, kept or factors, whole)
 
 
