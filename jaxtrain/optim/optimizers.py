@@ -8,7 +8,6 @@ loss scaling and the guard against non-finite gradients belong to the step, whic
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from jaxtrain.config.optimizers import (
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable, counting_dims
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.optim.moments import clip_and_scale, scale_by_factored_rms, store_moments
+from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
 from jaxtrain.optim.rules import (
     NEWTON_SCHULZ_STEPS,
@@ -80,8 +79,8 @@ def _lion(config: LionDirection, axes: AxesTable) -> list[optax.GradientTransfor
 
 def _adafactor(config: AdafactorDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018)."""
-    counting = partial(counting_dims, axes=axes)
-    return [scale_by_factored_rms(counting, config.min_dim_size_to_factor), clip_and_scale(counting)]
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor)
+    return [factored, optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()]
 
 
 def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> optax.GradientTransformation:

@@ -79,15 +79,10 @@ def is_stored(shape: Sequence[int]) -> bool:
     return len(shape) > 0 and math.prod(shape) >= SMALLEST_STORED
 
 
-def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
-    """The two largest dims of one layer, the larger one last, over which Adafactor factors its second moment.
-
-    None where one of them is below `smallest`; `counting` dims count layers and experts.
-    """
-    dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
-    if len(dims) < 2 or shape[dims[-2]] < smallest:
-        return None
-    return dims[-2], dims[-1]
+def factored_dims(shape: Sequence[int], smallest: int) -> tuple[int, int] | None:
+    """The two largest dims of an array, over which Adafactor factors its second moment; None: one is too small."""
+    dims = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
+    return None if len(dims) < 2 or shape[dims[-2]] < smallest else (dims[-2], dims[-1])
 
 
 @dataclass(frozen=True)

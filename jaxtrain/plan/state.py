@@ -316,15 +316,14 @@ def _moment_bytes(moments: str, one: Parameter, size: int, degrees: Mapping[str,
 
 
 def _adafactor_numbers(stored: Finetuned, one: Parameter, degrees: Mapping[str, int], smallest: int) -> int:
-    """Row and column sums of each layer over its two largest dims if both are large enough, else a second moment.
+    """Row and column sums over the two largest dims if both are large enough, else a second moment.
 
     There are three trees, and one number where a tree does not apply. Sums are sharded as the dims that they keep.
     """
-    counting = counting_dims(one.path, one.shape, stored.axes, stack=stored.tensors.stack)
-    factored = factored_dims(one.shape, counting, smallest)
+    factored = factored_dims(one.shape, smallest)
     if factored is None:
         return 2 + local_size(one.shape, one.state_entries, degrees)
-    numbers = 1
+    numbers, counting = 1, counting_dims(one.path, one.shape, stored.axes, stack=stored.tensors.stack)
     for gone in factored:
         shape = tuple(size for dim, size in enumerate(one.shape) if dim != gone)
         entries = kept_entries(one.state_entries, one.shape, shape, degrees=degrees, counting=counting)
