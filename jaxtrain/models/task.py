@@ -448,27 +448,3 @@ def num_classes(outputs: Any) -> int:
     if shape := getattr(logits, "shape", ()):
         return shape[-1]
     raise ConfigError(f"the task needs logits [B, ..., classes] from the model, which gives {shown(outputs)}")
-
-
-def row_dims(outputs: Callable[[Any], Any], inputs: Any, rows: int) -> tuple[list[int | str | None], Any]:
-    """Find which leaves of outputs have rows: with twice the inputs [rows, ...], their first dim is twice as large.
-
-    Returns:
-        For each leaf 0; None: it has no rows; "mixed": anything else. And the outputs as shapes.
-    """
-
-    def times(count: int) -> Any:
-        def one(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (count * rows, *leaf.shape[1:]) if leaf.shape[:1] == (rows,) else leaf.shape
-            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-        return jax.eval_shape(outputs, jax.tree.map(one, inputs))
-
-    def dim_of(once: tuple[int, ...], twice: tuple[int, ...]) -> int | str | None:
-        if once == twice:
-            return None
-        return 0 if once[:1] == (rows,) and twice == (2 * rows, *once[1:]) else "mixed"
-
-    once, twice = times(1), times(2)
-    leaves = zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True)
-    return [dim_of(a.shape, b.shape) for a, b in leaves], once
