@@ -84,7 +84,6 @@ _HOMES = {
     "merge_adapters": "jaxtrain.models.adapters",
     "open_data": "jaxtrain.data",
     "open_run": "jaxtrain.run.open_run",
-    "parameter_groups": "jaxtrain.optim.wrappers",
     "prefetch": "jaxtrain.data",
     "quantize": "jaxtrain.models.adapters",
     "reference_rows": "jaxtrain.train.reference",

@@ -3,7 +3,7 @@
 As any wrapper of optax, each hands on whatever the step gives to those that it wraps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -50,33 +50,6 @@ class GroupsState(NamedTuple):
     """The state of each group's optimizer, and last that of the rest; None for a group without parameters."""
 
     inner: tuple[optax.OptState | None, ...]
-
-
-def parameter_groups(
-    rest: optax.GradientTransformation, groups: Mapping[str, optax.GradientTransformation]
-) -> optax.GradientTransformationExtraArgs:
-    """Update parameters by different optimizers, chosen by the paths of the parameters.
-
-    `optimizer.groups` of a config does the same with the optimizers of the config.
-
-    Args:
-        rest: any optax transformation, which updates the parameters that no pattern matches.
-        groups: pattern of paths, such as `head/*` (`*` stands for any text, slashes included) -> any optax
-            transformation. The first pattern that matches a parameter has it.
-
-    Returns:
-        A plain transformation; declared `elementwise` where all of them are. A group that is left without parameters,
-        because earlier ones match them all, updates nothing.
-
-    Raises:
-        ConfigError: when a state is made, a pattern matches no trained parameter.
-
-    Example:
-        >>> optimizer = jt.parameter_groups(optax.adamw(1e-3), {"head/*": optax.sgd(1e-2)})
-    """
-    parts = [*groups.values(), rest]
-    grouped = by_group(parts, [[pattern] for pattern in groups], key="parameter_groups")
-    return elementwise(grouped) if all(isinstance(one, ElementwiseTransformation) for one in parts) else grouped
 
 
 def by_group(

@@ -27,7 +27,7 @@ from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.runtime.tree import merge_leaves
 from jaxtrain.train.state import StepProgram, TrainState
-from jaxtrain.train.update import MeanGradients, Metrics, mean_gradients, update_state
+from jaxtrain.train.update import Metrics, update_state
 
 
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -36,13 +36,6 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
         gradients = _gradients(program, state, batch)
         with jax.named_scope("optimizer"):
             return update_state(program, state, gradients, _scale(state))
-
-
-def find_gradients(program: StepProgram, state: TrainState, batch: Batch) -> MeanGradients:
-    """Mean gradients of a batch at the state's parameters, as the optimizer of a step would get them, unclipped."""
-    with program.sharded_model.context(required=True):
-        gradients = _gradients(program, state, batch)
-        return mean_gradients(gradients, _scale(state))
 
 
 def _scale(state: TrainState) -> jax.Array:

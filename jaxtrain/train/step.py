@@ -1,6 +1,5 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
-import functools
 import math
 import os
 import weakref
@@ -31,7 +30,7 @@ from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
-from jaxtrain.train.program import find_gradients, take_step
+from jaxtrain.train.program import take_step
 from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.start import accept_start
 from jaxtrain.train.state import (
@@ -43,7 +42,7 @@ from jaxtrain.train.state import (
     state_on_host,
     state_shardings,
 )
-from jaxtrain.train.update import MeanGradients, Metrics
+from jaxtrain.train.update import Metrics
 
 
 class TrainStep:
@@ -262,28 +261,6 @@ class TrainStep:
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
 
-    def gradients(self, state: TrainState, batch: Batch) -> MeanGradients:
-        """The mean gradients of a batch, which the next step would give to the optimizer; nothing is updated.
-
-        They are those of the same random numbers, over all microbatches, without loss scale and before clipping.
-        Compiled at the first call for a shape of batch.
-
-        Args:
-            state: not donated; it stays valid.
-            batch: leaves [global batch, ...]; host arrays are placed on the mesh.
-
-        Returns:
-            Gradients like the trained parameters and sharded as they are, float32, with loss, weight and metrics.
-
-        Example:
-            >>> found = step.gradients(state, batch)
-            >>> norm = optax.tree.norm(found.tree)
-        """
-        found = self._gradients(*self._accept(state, batch))
-        if self._one_at_a_time:
-            jax.block_until_ready(found)
-        return found
-
     def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """State and batch on the mesh, once no other step is in flight that must not be."""
         if state is not self.last_state():
@@ -305,16 +282,6 @@ class TrainStep:
         shardings = (self.state_shardings, NamedSharding(self.mesh, PartitionSpec()))
         options = {**self.compiler_options.used} or None
         return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
-
-    @functools.cached_property
-    def _gradients(self) -> Any:
-        program, replicated = self.program, NamedSharding(self.mesh, PartitionSpec())
-        trained: Any = program.trained(self.state_shardings.params)
-        return jax.jit(
-            functools.partial(find_gradients, program),
-            out_shardings=MeanGradients(trained, *[replicated] * 3),  # pyright: ignore[reportArgumentType]
-            compiler_options={**self.compiler_options.used} or None,
-        )
 
 
 def make_train_step(

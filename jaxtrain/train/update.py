@@ -180,30 +180,6 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(functools.reduce(jnp.add, map(jnp.square, parts)))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class MeanGradients:
-    """What `TrainStep.gradients` returns.
-
-    Attributes:
-        tree: like the trained parameters, None in place of frozen ones; float32, without loss scale, before clipping.
-        loss: float32 [], the mean over the global batch, NaN where its weight is 0.
-        weight: float32 [], the weight of the batch.
-        metrics: of the task, name -> mean.
-    """
-
-    tree: Any
-    loss: jax.Array
-    weight: jax.Array
-    metrics: Metrics
-
-
-def mean_gradients(gradients: Gradients, scale: jax.Array) -> MeanGradients:
-    """Gradients and sums of a batch as means; `scale` is the loss scale in the gradients, float32 []."""
-    loss = _mean_or_nan(gradients.loss_sum, gradients.weight)
-    return MeanGradients(_unscaled(gradients.tree, scale), loss, gradients.weight, mean_metrics(gradients.metrics))
-
-
 def _unscaled(tree: Any, scale: jax.Array | None) -> Any:
     """Gradients in float32, divided by the loss scale where there is one."""
     tree = cast_floats(tree, jnp.float32)
