@@ -6,13 +6,11 @@ loss scaling and the guard against non-finite gradients belong to the step, whic
 """
 
 import fnmatch
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxtrain.config.optimizers import (
@@ -229,59 +227,3 @@ def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.
     if ramp is not None:
         pieces, boundaries = [ramp, *pieces], [warmup, *boundaries]
     return optax.join_schedules(pieces, boundaries)
-
-
-# --- The learning rate of an optax optimizer, for the metrics: optax keeps it in closures, or in the state. ---
-
-
-def injected(count: Any) -> Any:
-    """Stands for the rate in the state of `optax.inject_hyperparams`, which `rate_in` reads; never called."""
-
-
-def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
-    """The product of the numbers and schedules at the end of an optimizer's chain; None where it has none, or 1."""
-    factors = []
-    for update in reversed(_parts(optimizer.update)):
-        cells, name = _made(update)
-        if name == "scale":
-            factors.append(cells["step_size"])
-        elif name == "scale_by_schedule":
-            factors.append(cells["step_size_fn"])
-        elif name.startswith("inject_"):
-            factors.append(injected)
-        else:
-            break
-    if injected in factors:
-        return injected if len(factors) == 1 else None
-    if not any(map(callable, factors)) and abs(np.prod(factors)) == 1:
-        return None  # the sign of an optimizer that has its rate elsewhere
-
-    def rate(count: Any) -> Any:
-        product: Any = 1.0
-        for factor in factors:
-            product = product * (factor(count) if callable(factor) else factor)
-        return jnp.abs(product)
-
-    return rate
-
-
-def _made(update: Any) -> tuple[Mapping[str, Any], str]:
-    """What an update holds, and the function of optax that made it."""
-    cells = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
-    return cells, getattr(update, "__qualname__", "").partition(".")[0]
-
-
-def _parts(update: Any) -> list[Any]:
-    """The updates of a chain of optax and of the chains in it, in order."""
-    cells, name = _made(update)
-    if name == "chain":
-        return [part for one in cells["update_fns"] for part in _parts(one)]
-    wrapped = {"with_extra_args_support": "tx", "apply_if_finite": "inner"}.get(name)
-    return _parts(cells[wrapped].update) if wrapped else [update]
-
-
-def rate_in(optimizer_state: Any) -> Any:
-    """The rate that the state of `optax.inject_hyperparams` holds; None where it has none."""
-    kind = optax.InjectStatefulHyperparamsState
-    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, kind))
-    return next((node.hyperparams.get("learning_rate") for node in nodes if isinstance(node, kind)), None)

@@ -21,7 +21,6 @@ from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
 from jaxtrain.models.task import Batch, Task
 from jaxtrain.models.tasks import named_task
-from jaxtrain.optim.optimizers import rate_of
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
@@ -70,7 +69,7 @@ class TrainStep:
         >>> for batch in jt.prefetch(step.loader(batches), 0, 2):
         ...     state, metrics = step(state, batch)
         >>> sorted(metrics)
-        ['accuracy', 'grad_norm', 'learning_rate', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
+        ['accuracy', 'grad_norm', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
@@ -316,7 +315,7 @@ def make_train_step(
         ema_decay: keep a moving average of parameters and model_state, which evaluation uses; its decay after t updates
             is min(ema_decay, (1 + t) / (10 + t)).
         trainable: parameter path -> whether it is trained; None: all are, or of an adapted model its adapters.
-        learning_rate: the rate that the metrics show; None: that of the optimizer's chain, where it can be read.
+        learning_rate: the rate of the optimizer that the metrics show, a number or a schedule; None: they show none.
         loss_scaling: how the fp16 loss scale moves.
         rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
@@ -345,7 +344,7 @@ def make_train_step(
         clip_norm=None if clip_norm == math.inf else clip_norm,
         ema_decay=ema_decay,
         trainable=trainable,
-        learning_rate=learning_rate or rate_of(optimizer),
+        learning_rate=learning_rate,
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,

@@ -11,7 +11,6 @@ import optax
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.optim.offload import update_on_host
-from jaxtrain.optim.optimizers import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.tree import merge_leaves
@@ -147,12 +146,8 @@ def _metrics(
         metrics |= {"spiked": found.spiked.astype(jnp.int32), "spikes": found.history.spikes}
     metrics |= mean_metrics(gradients.metrics)
     # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
-    shown = settings.learning_rate
-    if shown is injected:
-        rate = None if settings.offload_optimizer else rate_in(new_state.optimizer_state)
-    else:
-        rate = None if shown is None else shown(state.step - state.skipped.total)
-    if rate is not None:
+    if settings.learning_rate is not None:
+        rate = settings.learning_rate(state.step - state.skipped.total)
         metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale
