@@ -23,6 +23,7 @@ from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.sharded import model_context
 from jaxtrain.models.shipped.block import Block, Context
+from jaxtrain.models.shipped.shapes import norm_names
 from jaxtrain.models.task import task_sums
 from jaxtrain.ops.attention.rules import visible_pairs
 from jaxtrain.optim.optimizers import trainable_predicate
@@ -188,7 +189,7 @@ def _transformer_calls(
     yield counted[mlp], of_module("mlp", lambda module, x: module(x) if model.experts is None else module(x)[0])
     # Of a norm: the input read twice and the gradients of both sides once, the output written.
     norm_bytes = 5 / _FORWARD_AND_BACKWARD * rows * length * model.embed_dim * jnp.dtype(dtype).itemsize
-    norms = (4 if model.block == "sandwich" else 2) * attention.count
+    norms = len(norm_names(model)) * attention.count
     yield BlockWork("norm", norms, 0.0, norm_bytes), of_module("attention_norm", lambda module, x: module(x))
     carry = jax.eval_shape(embed, embedding)
     output = dataclasses.replace(counted["output and loss"], name="head and loss")

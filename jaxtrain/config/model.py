@@ -9,14 +9,15 @@ from pydantic import Field, create_model, field_validator, model_validator
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
+from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
 
 # Key of a model group -> value.
 Size = dict[str, object]
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "clamped_swiglu")
 """Activations that multiply the activated gate with a second linear layer."""
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "clamped_swiglu"]
 
 TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
@@ -267,16 +268,26 @@ class TransformerConfig(_Blocks):
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
     rotary_fraction: Ratio = 1.0
     """Share of the dims of a head that are rotated, the first ones (GPT-NeoX: 0.25)."""
-    block: Literal["pre", "post", "sandwich", "parallel"] = "pre"
-    """Norms of inputs (pre), of sums (post), of inputs and outputs (sandwich); parallel: attention beside MLP."""
+    rope_layers: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)] | None = None
+    """1 for a layer with rotary positions, 0 for one without positions (SmolLM3), repeated; null: 1 for all."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring dims together (GPT-J, Cohere), not the first half of the dims with the second."""
+    block: Literal["pre", "post", "output", "sandwich", "parallel", "parallel_one_norm"] = "pre"
+    """Norms of inputs (pre), sums (post), outputs, or both ends (sandwich); parallel: attention beside MLP."""
+    residual_scale: Positive | None = None
+    """Factor of the outputs of attention and MLP that are added to the residual stream (Granite); null: 1."""
     norm_epsilon: Ratio = 1e-5
     """Added to the variance in each normalization."""
     norm_offset: bool = False
     """Store the scale of each norm less 1 (Gemma)."""
-    qk_norm: bool = False
-    """Normalize each head's queries and keys before positions are applied (Qwen3, Gemma 3)."""
+    norm_bias: bool | None = None
+    """Add biases to LayerNorm (StableLM: true, with bias: false); null: where bias is true."""
+    qk_norm: bool | Literal["per_head", "whole"] = False
+    """Normalize queries and keys: each head (true: Qwen3), with scales per head (Cohere), over all heads (OLMo 2)."""
     attention_softcap: Positive | None = None
     """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
+    attention_sinks: bool = False
+    """Give each head's softmax one more, learned score, whose value is 0 (gpt-oss)."""
     activation: Activation = "swiglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
     embedding_scale: Positive | None = None
@@ -289,8 +300,10 @@ class TransformerConfig(_Blocks):
     """Bound c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no bound."""
     head: HeadConfig | None = None
     """What the model gives: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
-    bias: bool | Literal["qkv"] = False
-    """Add biases to linear layers and LayerNorm; qkv: to queries, keys and values alone (Qwen2)."""
+    bias: bool | Literal["qkv", "attention", "mlp"] = False
+    """Add biases to linear layers and LayerNorm; or to queries, keys and values alone (qkv), attention or MLP alone."""
+    output_bias: bool = False
+    """Add a bias to the output layer (Phi-2, GPT-J)."""
     causal: bool = True
     """Each position attends to itself and earlier ones; false: to all (an encoder)."""
     sliding_window: PositiveInt | None = None
@@ -307,6 +320,15 @@ class TransformerConfig(_Blocks):
     def has_output_layer(self) -> bool:
         """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
         return self.head_kind in ("language_model", "masked_language_model")
+
+    def has_bias(self, part: str) -> bool:
+        """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
+        return has_bias(self.bias, part)
+
+    @property
+    def norms_have_biases(self) -> bool:
+        """Whether the norms of the residual stream have biases."""
+        return norm_has_bias(self.norm, self.bias, self.norm_bias)
 
     @property
     def rotary_dims(self) -> int:
@@ -329,9 +351,9 @@ class TransformerConfig(_Blocks):
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
-            "experts have no biases; set bias: false, or leave experts out": moe and self.bias is True,
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
-            "experts have activation gelu or swiglu": moe and self.activation not in ("gelu", "swiglu"),
+            "experts have activation gelu, swiglu or clamped_swiglu": moe
+            and self.activation not in ("gelu", "swiglu", "clamped_swiglu"),
             "experts have losses per token, which this head has no place for; set head: null": moe
             and not self.has_output_layer,
             "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,

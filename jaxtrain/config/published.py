@@ -1,6 +1,8 @@
 """The key `from` of a model group and `finetune.adapter`: what published files give a config. No jax here."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -11,9 +13,10 @@ from jaxtrain.config.errors import explain
 from jaxtrain.config.model import EncoderDecoderConfig, LongRope, ModelConfig, TransformerConfig, ViTConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.table import family_of, read_settings
+from jaxtrain.interop.families.table import FAMILIES, UnknownFamily, family_of, read_settings
 from jaxtrain.interop.formats.hub import read_published_config
 from jaxtrain.interop.formats.rope import longrope_factor
+from jaxtrain.interop.formats.rows import Skipped, all_names
 
 if TYPE_CHECKING:
     from jaxtrain.interop.formats.peft_reading import AdapterConfig
@@ -30,11 +33,52 @@ def published_settings(path: str) -> dict[str, Any]:
 
 
 def _read(path: str) -> tuple[Family, dict[str, Any]]:
-    config = read_published_config(local_path(path, what="model.from"))
+    folder = local_path(path, what="model.from")
+    return read_family(read_published_config(folder), folder)
+
+
+def read_family(config: Mapping[str, Any], path: Path) -> tuple[Family, dict[str, Any]]:
+    """Returns the family of the config.json of a folder or file, and the keys of our model group that it gives.
+
+    Raises:
+        ConfigError: The family is not known, which names the nearest one, or a key or value is not supported.
+    """
     try:
         return family_of(config.get("model_type")), read_settings(config)
+    except UnknownFamily as error:
+        raise ConfigError(f"{path}: {error}; {_nearest(config, path)}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _nearest(config: Mapping[str, Any], path: Path) -> str:
+    """The family whose keys and tensors are most like those of a folder, and what differs."""
+    from jaxtrain.interop.formats.safetensors import open_folder  # NumPy, which other configs do not need
+
+    theirs = set(_without_numbers(open_folder(path).tensors)) if any(path.glob("*.safetensors")) else set()
+
+    def differences(family: Family) -> tuple[list[str], list[str]]:
+        keys = [name for name in config if name not in family.known]
+        try:
+            known = {name: value for name, value in config.items() if name in family.known}
+            rows = family.tensors(settings_of(parse_settings(family.from_published(known))))
+        except Exception:  # values that the family does not take
+            return keys, sorted(theirs)
+        patterns = [row.pattern for row in rows if isinstance(row, Skipped)]
+        names = {name for row in rows if not isinstance(row, Skipped) for name in _without_numbers(all_names(row))}
+        skipped = {name for name in theirs for pattern in patterns if re.fullmatch(pattern, name.replace("N", "0"))}
+        return keys, sorted(theirs - names - skipped)
+
+    found = {name: differences(family) for name, family in FAMILIES.items()}
+    name = min(found, key=lambda name: sum(map(len, found[name])))
+    differing = dict(zip(("keys", "tensors"), found[name], strict=True))
+    said = " and ".join(f"{what} {', '.join(some[:4])}" for what, some in differing.items() if some)
+    return f"nearest is {name}, but for {said or 'its name'}; see docs/adding_a_family.md"
+
+
+def _without_numbers(names: Iterable[str]) -> list[str]:
+    """Names of tensors without the numbers of layers and experts."""
+    return [re.sub(r"\{\w+\}|\b\d+\b", "N", name) for name in names]
 
 
 def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.config.published import read_family
+from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.table import family_of, read_settings
 from jaxtrain.interop.formats.gguf_model import GgufSource, open_gguf
+from jaxtrain.interop.formats.mxfp4 import with_mxfp4
 from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, with_quantized
 from jaxtrain.interop.formats.rows import Entry, Position, Shape, Skipped, Tied, Transform, names_of, positions
 from jaxtrain.interop.formats.safetensors import FolderSource, open_folder
@@ -101,11 +102,8 @@ def open_published(path: str | Path) -> PublishedModel:
         ConfigError: No such folder or file, a family that is not known, or a key or a value that is not supported.
         CheckpointError: Its files are missing or damaged.
     """
-    source = open_gguf(path) if Path(path).suffix == ".gguf" else with_quantized(open_folder(path))
-    try:
-        family, settings = family_of(source.config.get("model_type")), read_settings(source.config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    source = open_gguf(path) if Path(path).suffix == ".gguf" else with_mxfp4(with_quantized(open_folder(path)))
+    family, settings = read_family(source.config, Path(path))
     return PublishedModel(Path(path), source, family, settings)
 
 

@@ -51,7 +51,7 @@ _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("patches", "class_token"), 0),
     **dict.fromkeys(("relative_positions", "blocks", "encoder"), 1),
     **dict.fromkeys(("output_norm", "decoder"), 2),
-    **dict.fromkeys(("head", "output"), _HEAD),
+    **dict.fromkeys(("head", "output", "output_bias"), _HEAD),
 }
 
 

@@ -57,18 +57,22 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim, in float32; `offset`: the parameter is the scale less 1."""
+    """LayerNorm or RMSNorm over the last dims, in float32.
 
-    def __init__(self, dim: int, *, kind: str, bias: bool, epsilon: float, offset: bool = False):
-        self.scale = nnx.Param(jnp.zeros((dim,), jnp.float32) if offset else jnp.ones((dim,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((dim,), jnp.float32)) if bias and kind == "layernorm" else None
+    The parameters have the shape `dims`, of which the last `over` are normalized; `offset`: they are the scale less 1.
+    """
+
+    def __init__(self, *dims: int, kind: str, bias: bool, epsilon: float, offset: bool = False, over: int = 1):
+        self.scale = nnx.Param(jnp.zeros(dims, jnp.float32) if offset else jnp.ones(dims, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(dims, jnp.float32)) if bias and kind == "layernorm" else None
         self.kind, self.epsilon, self.offset = kind, epsilon, offset
+        self.axes = tuple(range(-over, 0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+            y = y - jnp.mean(y, axis=self.axes, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=self.axes, keepdims=True) + self.epsilon)
         scale = aligned(self.scale[...].astype(jnp.float32), y)
         y = y * (1 + scale if self.offset else scale)
         if self.bias is not None:
@@ -152,21 +156,35 @@ def rotary_factor(scaling: AnyRope | None, *, max_length: int) -> float:
     return longrope_factor(scaling.original_length, max_length)
 
 
-def rotate(x_BLHK: jax.Array, positions_BL: jax.Array, frequencies: jax.Array, *, factor: float = 1.0) -> jax.Array:
-    """Apply the rotary position embedding to queries or keys; the first half of the dims is paired with the second.
+def rotate(
+    x_BLHK: jax.Array,
+    positions_BL: jax.Array,
+    frequencies: jax.Array,
+    *,
+    factor: float = 1.0,
+    interleaved: bool = False,
+) -> jax.Array:
+    """Apply the rotary position embedding to queries or keys.
 
-    `frequencies` are float32 [R / 2]; the first R of K dims are rotated.
+    `frequencies` are float32 [R / 2]; the first R of K dims are rotated, the first half of them with the second, or
+    each even one with the next (`interleaved`).
     """
     dims = 2 * frequencies.shape[-1]
     if dims < x_BLHK.shape[-1]:
-        rotated = rotate(x_BLHK[..., :dims], positions_BL, frequencies, factor=factor)
+        first = x_BLHK[..., :dims]
+        rotated = rotate(first, positions_BL, frequencies, factor=factor, interleaved=interleaved)
         return jnp.concatenate([rotated, x_BLHK[..., dims:]], axis=-1)
     positions_BL1 = positions_BL[..., None].astype(jnp.float32)
     angles = positions_BL1 * aligned(frequencies, positions_BL1)  # [B, L, R / 2]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     if factor != 1:
         cos, sin = cos * factor, sin * factor
-    first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+    x = x_BLHK.astype(jnp.float32)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+        return turned.astype(x_BLHK.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
 

@@ -49,6 +49,20 @@ def _backward(x: Array, gradient: Array) -> tuple[Array]:
 gelu.defvjp(_forward, _backward)
 
 
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """The gate of gpt-oss, whose gate is at most 7 and whose `up` lies between -7 and 7."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+# Activation -> (gate, up) -> hidden activations, all of one shape.
+GATED = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "clamped_swiglu": clamped_swiglu,
+}
+
+
 def drop_by_row(x: Array, rate: float, key: Array) -> Array:
     """Apply inverted dropout; each row draws from a key folded with its number in the (micro)batch, on every mesh.
 

@@ -79,8 +79,8 @@ def attention_work(config: Config, model: TransformerConfig, target: Target, len
 
 def attention_forms(model: TransformerConfig) -> dict[AttentionForm, int]:
     """The kinds of attention that a model's layers have, with the number of layers of each."""
-    relative = model.position == "relative"
-    forms = [AttentionForm(model.causal, window, model.attention_softcap, relative) for window in model.windows]
+    learned = (model.position == "relative", model.attention_sinks)
+    forms = [AttentionForm(model.causal, window, model.attention_softcap, *learned) for window in model.windows]
     return dict(Counter(forms))
 
 

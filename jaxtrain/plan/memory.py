@@ -217,7 +217,7 @@ _FORWARD_STREAMS = 3
 # And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
 # and count as one.
 _NORM_STREAMS = 4
-_NORMS = {"sandwich": 4, "parallel": 1}
+_NORMS = {"sandwich": 4, "parallel": 1, "parallel_one_norm": 1}
 # Float32 arrays of whole logits that XLA for CPUs has at once, whatever the compute dtype: those, their exponentials
 # and their gradient. Other compilers fuse them into one of the compute dtype.
 _LOGITS_OF_CPU = 3

@@ -29,6 +29,7 @@ from jaxtrain.models.shipped.shapes import (
     Structure,
     dense_layers,
     mlp_shapes,
+    norm_names,
     resnet_stages,
     stem_shape,
 )
@@ -214,11 +215,10 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
         # A block's backward pass counts twice its forward pass, which is all that there is here.
         moved = _ROUNDING_BYTES * numbers / (1 + _BACKWARD)
         blocks.append(BlockWork(f"{stack.label}rounding to 8 bits", count, 0.0, moved, stage=True))
-    # A norm reads and writes the residual stream, a sum of two reads both and writes: 10 passes with norms of inputs or
-    # of sums, 14 with those of outputs too, 5 more with cross-attention. Then the rotation of queries and keys, their
-    # norms, and the nonlinearity.
+    # A norm reads and writes the residual stream, and each of two sums reads both and writes: 10 passes with two norms,
+    # 5 more with cross-attention. Then the rotation of queries and keys, their norms, and the nonlinearity.
     residual = tensor if step.config.parallel.sequence_parallel else 1
-    passes = ((14 if model.block == "sandwich" else 10) + 5 * crosses) * d / residual
+    passes = (6 + 2 * len(norm_names(model)) + 5 * crosses) * d / residual
     rotated = (6 if model.qk_norm else 4) * (h + g) * k / tensor
     moved = size * t * (passes + rotated + 3 * rows * f / tensor)
     return [*blocks, block("norms, residual, activation", 0.0, moved, recomputed_share(remat, matmul=False))]

@@ -221,4 +221,11 @@ FIXTURES = (
         tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
         gradients=("score.weight", _UP),
     ),
+    Fixture(
+        "gpt_oss", tf.GptOssForCausalLM,
+        tf.GptOssConfig(**_LLAMA, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
+                        rope_parameters={**_YARN, "truncate": False}),
+        language_model, gradients=("model.layers.0.self_attn.sinks", "model.layers.1.mlp.experts.gate_up_proj_bias"),
+        matters=({"num_experts_per_tok": 1}, {"sliding_window": 5}, {"layer_types": ["sliding_attention"] * 2}),
+    ),
 )  # fmt: skip

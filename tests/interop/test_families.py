@@ -39,6 +39,7 @@ ROWS = {
     ),
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
+    "gpt_oss": PLAIN,
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
@@ -106,7 +107,7 @@ def test_logits_and_gradient(name):
 
 
 # One of each way in which a cache is filled: experts, windows, local layers, factors, learned places, two sequences.
-ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "gpt2", "t5")
+ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "gpt2", "gpt_oss", "t5")
 
 
 @pytest.mark.parametrize("name", rows(ANSWERS))

@@ -33,6 +33,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "bert": dict(
         **RELATIVE, causal=False, block="post", norm="layernorm", embedding_norm=True, activation="gelu_exact"
     ),
+    "olmo2": dict(block="output", qk_norm="whole", residual_scale=0.3, bias="attention"),
+    "gpt_oss": dict(attention_sinks=True, bias="attention", local_layers=dict(pattern=(1, 0), window=3)),
+    "cohere2": dict(
+        block="parallel_one_norm", norm="layernorm", qk_norm="per_head", rotary_interleaved=True, rotary_fraction=0.7,
+        rope_layers=(1, 0), local_layers=dict(pattern=(1, 0), window=3),
+    ),
+    "gpt_j": dict(norm="layernorm", bias="mlp", norm_bias=True, output_bias=True, activation="gelu"),
     "longrope, long": dict(rope_scaling=dict(**LONGROPE, original_length=8), sliding_window=4),
     "longrope, short": dict(rope_scaling=dict(**LONGROPE, original_length=16)),
     "relative": RELATIVE,
@@ -42,7 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no positions": dict(position="none", local_layers=dict(pattern=(1, 0), window=3)),
 }  # fmt: skip
 # The others run under --all.
-PLAIN = ("gpt", "llama", "gemma", "yarn", "bert", "longrope, long")
+PLAIN = ("gpt", "llama", "gemma", "olmo2", "gpt_oss", "cohere2", "yarn", "bert", "longrope, long")
 
 
 def scrambled(params: Any) -> Any:
@@ -52,10 +59,12 @@ def scrambled(params: Any) -> Any:
     return tree.unflatten([np.asarray(0.4 * draws.standard_normal(leaf.shape), np.float32) for leaf in leaves])
 
 
-def normalized(x: np.ndarray, params: Any, config: TransformerConfig, *, kind: str | None = None) -> np.ndarray:
+def normalized(
+    x: np.ndarray, params: Any, config: TransformerConfig, *, kind: str | None = None, axes: tuple[int, ...] = (-1,)
+) -> np.ndarray:
     kind = kind or config.norm
-    centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
-    y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    centred = x - x.mean(axes, keepdims=True) if kind == "layernorm" else x
+    y = centred / np.sqrt((centred**2).mean(axes, keepdims=True) + config.norm_epsilon)
     y = y * (params["scale"] + config.norm_offset)
     return y + params["bias"] if "bias" in params else y
 
@@ -99,8 +108,9 @@ def rotated(x_K: np.ndarray, position: int, config: TransformerConfig, local: bo
     y_K, half = x_K.copy(), len(speeds)
     for pair, speed in enumerate(speeds):
         cos, sin = factor * math.cos(position * speed), factor * math.sin(position * speed)
-        first, second = x_K[pair], x_K[pair + half]
-        y_K[pair], y_K[pair + half] = first * cos - second * sin, second * cos + first * sin
+        one, other = (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + half)
+        first, second = x_K[one], x_K[other]
+        y_K[one], y_K[other] = first * cos - second * sin, second * cos + first * sin
     return y_K
 
 
@@ -125,8 +135,10 @@ def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConf
         for name in ("query", "key", "value")
     )
     if config.qk_norm:
-        q_LHK = normalized(q_LHK, params["query_norm"], config, kind="rmsnorm")
-        k_LGK = normalized(k_LGK, params["key_norm"], config, kind="rmsnorm")
+        kind = config.norm if config.qk_norm == "per_head" else "rmsnorm"
+        axes = (-2, -1) if config.qk_norm == "whole" else (-1,)
+        q_LHK = normalized(q_LHK, params["query_norm"], config, kind=kind, axes=axes)
+        k_LGK = normalized(k_LGK, params["key_norm"], config, kind=kind, axes=axes)
     scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     out_LHK = np.zeros_like(q_LHK)
     for head in range(config.num_heads):
@@ -140,15 +152,17 @@ def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConf
                 if window is not None and abs(at - other) >= window:
                     continue
                 query, key = q_LHK[at, head], k_LGK[other, group]
-                if config.position == "rotary":
+                rope = config.rope_layers or (1,)
+                if config.position == "rotary" and rope[layer % len(rope)]:
                     query, key = rotated(query, at, config, local), rotated(key, other, config, local)
                 score = scale * float(query @ key)
                 if config.position == "relative":
                     score += tables["relative_positions"][bucket(other - at, config), head]
                 cap = config.attention_softcap
                 scores[other] = score if cap is None else cap * math.tanh(score / cap)
-            weights = np.exp(scores - scores.max())
-            out_LHK[at, head] = weights / weights.sum() @ v_LGK[:, group]
+            weights = np.exp(scores)
+            sink = np.exp(params["sinks"][head]) if config.attention_sinks else 0
+            out_LHK[at, head] = weights / (weights.sum() + sink) @ v_LGK[:, group]
     return np.einsum("lhk,hkd->ld", out_LHK, params["output"]["kernel"]) + params["output"].get("bias", 0)
 
 
@@ -193,22 +207,29 @@ def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> n
         def mlp(x_LD: np.ndarray, block: Any = block) -> np.ndarray:
             return through_mlp(x_LD, block["mlp"], config)
 
+        scale = config.residual_scale or 1
+
         match config.block:
             case "pre":
-                x_LD = x_LD + attend(norm(x_LD, "attention"))
-                x_LD = x_LD + mlp(norm(x_LD, "mlp"))
+                x_LD = x_LD + scale * attend(norm(x_LD, "attention"))
+                x_LD = x_LD + scale * mlp(norm(x_LD, "mlp"))
             case "post":
                 x_LD = norm(x_LD + attend(x_LD), "attention")
                 x_LD = norm(x_LD + mlp(x_LD), "mlp")
+            case "output":
+                x_LD = x_LD + scale * norm(attend(x_LD), "attention_output")
+                x_LD = x_LD + scale * norm(mlp(x_LD), "mlp_output")
             case "sandwich":
                 x_LD = x_LD + norm(attend(norm(x_LD, "attention")), "attention_output")
                 x_LD = x_LD + norm(mlp(norm(x_LD, "mlp")), "mlp_output")
             case "parallel":
                 x_LD = x_LD + attend(norm(x_LD, "attention")) + mlp(norm(x_LD, "mlp"))
+            case "parallel_one_norm":
+                x_LD = x_LD + attend(norm(x_LD, "attention")) + mlp(norm(x_LD, "attention"))
     if config.block != "post":
         x_LD = normalized(x_LD, params["output_norm"], config)
     kernel_DV = params["embedding"].T if config.tie_embeddings else params["output"]
-    logits_LV = x_LD @ kernel_DV * (config.logits_scale or 1)
+    logits_LV = x_LD @ kernel_DV * (config.logits_scale or 1) + params.get("output_bias", 0)
     cap = config.logits_softcap
     return logits_LV if cap is None else cap * np.tanh(logits_LV / cap)
 

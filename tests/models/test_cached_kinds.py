@@ -24,6 +24,14 @@ KINDS = {
         local_layers=dict(pattern=[1, 0], window=3, rope_theta=100.0), block="sandwich", logits_softcap=3.0
     ),
     "parallel": dict(block="parallel", norm="layernorm", bias=True, rotary_fraction=0.5),
+    "layers without positions": dict(
+        rope_layers=[1, 0],
+        rotary_interleaved=True,
+        qk_norm="whole",
+        block="output",
+        output_bias=True,
+        attention_sinks=True,
+    ),
     "post": dict(block="post", norm="layernorm", position="learned"),
 }
 PLAIN = ("relative",)

@@ -1,5 +1,6 @@
 """Routing and the grouped experts against every expert on every token, forward and gradient."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,16 @@ RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(BATCH, LENGTH, EXPERTS)).astype(np.float32)
 X, TARGET = (RNG.normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32) for _ in range(2))
 SHAPES = {"up": (EXPERTS, WIDTH, HIDDEN), "gate": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
-KERNELS = Kernels(**{name: (0.3 * RNG.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()})
+BIASES = {"up_bias": (EXPERTS, HIDDEN), "gate_bias": (EXPERTS, HIDDEN), "down_bias": (EXPERTS, WIDTH)}
+
+
+def drawn(shapes, scale):
+    return {name: (scale * RNG.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+KERNELS = Kernels(**drawn(SHAPES, 0.3))
+# Large enough that both bounds of the gate count.
+BIASED = Kernels(**drawn(SHAPES, 3.0), **drawn(BIASES, 3.0), activation="clamped_swiglu")
 # fp32 sums of up to 24 tokens x 16 products in another order: a few times 2^-24 = 6e-8, measured below 1e-6.
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 
@@ -54,8 +64,10 @@ ROUTINGS = {
 def test_grouped_experts_are_the_dense_ones(routing):
     ids = ROUTINGS[routing]
     weights = np.random.default_rng(1).uniform(0.1, 1, ids.shape).astype(np.float32)
-    found, expected = (outputs_and_gradients(f, X, weights, ids, KERNELS) for f in (grouped, dense_experts))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, expected)
+    kernels, scale = (BIASED, 1e3) if routing == "some elsewhere" else (KERNELS, 1.0)
+    found, expected = (outputs_and_gradients(f, X, weights, ids, kernels) for f in (grouped, dense_experts))
+    close = dict(TOLERANCE, atol=TOLERANCE["atol"] * scale)  # of numbers that are larger
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **close), found, expected)
     (_, y), gradients = found
     assert np.all(np.any(y != 0, axis=-1)) == (routing in ("two choices", "all to one"))
     if routing == "all elsewhere":
@@ -63,7 +75,7 @@ def test_grouped_experts_are_the_dense_ones(routing):
 
 
 def test_one_choice_without_a_gate():
-    kernels = KERNELS._replace(gate=None)
+    kernels = dataclasses.replace(KERNELS, gate=None)
     weights = np.ones((BATCH, LENGTH, 1), np.float32)
     found, expected = (outputs_and_gradients(f, X, weights, best(1), kernels) for f in (grouped, dense_experts))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), found, expected)

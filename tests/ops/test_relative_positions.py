@@ -7,7 +7,15 @@ import pytest
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.ops.attention.blockwise import blockwise_attention
-from jaxtrain.ops.attention.reference import bias_at, distance_bias, fold, reference_attention, unfold, whole_bias
+from jaxtrain.ops.attention.reference import (
+    Learned,
+    bias_at,
+    distance_bias,
+    fold,
+    reference_attention,
+    unfold,
+    whole_bias,
+)
 from jaxtrain.ops.attention.rules import AttentionCase, AttentionForm, ContextCase, choose_context_way, refusal
 
 # The bucket of each distance (key - query), counted by hand from the paper's rule: 8 buckets up to distance 16.
@@ -55,7 +63,7 @@ def test_generation_looks_up_what_training_unfolds():
     ],
     ids=["both-sides-packed", "window-and-softcap"],
 )
-def test_blocks_agree_with_the_reference_and_so_does_the_gradient_of_the_table(form, packed, monkeypatch):
+def test_blocks_agree_with_the_reference_and_so_do_the_gradients_of_table_and_sinks(form, packed, monkeypatch):
     """Tolerances: float32 sums of 40 products in another order."""
     monkeypatch.setattr("jaxtrain.ops.attention.blockwise.parts_of_batch", lambda *_: 2)
     shapes = (*((2, 40, heads, 8) for heads in (4, 2, 2)), (8, 4), (2, 40, 4, 8))
@@ -63,17 +71,17 @@ def test_blocks_agree_with_the_reference_and_so_does_the_gradient_of_the_table(f
     q, k, v, table_NH, weight = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     segments = np.repeat([[1, 2], [1, 0]], 20, axis=1) if packed else None
 
-    def loss(q, k, v, table_NH, attend):
-        bias_HW = distance_bias(table_NH, 39, max_distance=16, causal=form.causal)
-        return jnp.sum(attend(q, k, v, segments, form, bias_HW) * weight)
+    def loss(q, k, v, table_NH, sink_H, attend):
+        learned = Learned(distance_bias(table_NH, 39, max_distance=16, causal=form.causal), sink_H)
+        return jnp.sum(attend(q, k, v, segments, form, learned) * weight)
 
     def blocks(*arguments):
         return blockwise_attention(*arguments, block=16)
 
     values = {}
     for name, attend in (("reference", reference_attention), ("blocks", blocks)):
-        run = jax.jit(jax.value_and_grad(lambda *args, attend=attend: loss(*args, attend), argnums=(0, 1, 2, 3)))
-        values[name] = run(q, k, v, table_NH)
+        run = jax.jit(jax.value_and_grad(lambda *args, attend=attend: loss(*args, attend), argnums=(0, 1, 2, 3, 4)))
+        values[name] = run(q, k, v, table_NH, np.array([0.5, -1.0, 2.0, 0.0], np.float32))
     np.testing.assert_allclose(values["blocks"][0], values["reference"][0], rtol=1e-4)
     for found, wanted in zip(values["blocks"][1], values["reference"][1], strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)

@@ -122,6 +122,13 @@ PAIRS = dict(
 EXPERTS = dict(num_experts=4, experts_per_token=1, load_balance_weight=0.5, router_z_weight=0.0)
 
 CASES = {
+    "biased experts": Case(
+        dict(
+            DECODER, experts={**EXPERTS, "experts_per_token": 2}, bias=True, activation="clamped_swiglu",
+            attention_sinks=True, local_layers=dict(pattern=(1, 0), window=7),
+        ),
+        plain_rows,
+    ),
     "sandwich": Case(
         dict(
             DECODER, block="sandwich", norm_offset=True, activation="geglu", qk_norm=True, attention_scale=0.4,
@@ -130,6 +137,14 @@ CASES = {
         ),
         plain_rows,
     ),
+    "one norm": Case(
+        dict(
+            DECODER, block="parallel_one_norm", norm="layernorm", norm_bias=True, bias="attention", output_bias=True,
+            qk_norm="per_head", rotary_interleaved=True, rope_layers=(1, 0),
+        ),
+        plain_rows,
+    ),
+    "norms of outputs": Case(dict(DECODER, block="output", qk_norm="whole", residual_scale=0.5), plain_rows),
     "parallel": Case(
         dict(
             DECODER, block="parallel", norm="layernorm", bias=True, activation="gelu_exact", rotary_fraction=0.5,
@@ -211,9 +226,16 @@ def run(name: str, where: Layout, remat: str = "none") -> tuple[np.ndarray, Any]
 # What shards the parameters of a form and what splits its stack; attention that has code of its own on a sequence in
 # shards; pipelines that carry more than activations.
 ROWS_OF_MODELS = [
+    ("biased experts", layout(expert=2, data=2), "none"),
+    ("biased experts", layout(expert=2, tensor=2), "dots"),
+    ("biased experts", layout(fsdp=2, tensor=2, data=2, zero=2), "full"),
+    ("biased experts", layout(pipe=2, expert=2), "full"),
     ("sandwich", layout(fsdp=2, tensor=2), "dots"),
     ("sandwich", layout(pipe=2, context=2), "none"),
     ("parallel", layout(pipe=2, tensor=2), "full"),
+    ("one norm", layout(pipe=2, tensor=2), "full"),
+    ("one norm", layout(fsdp=2, context=2), "dots"),
+    ("norms of outputs", layout(fsdp=2, tensor=2, sp=True), "dots"),
     ("post", layout(fsdp=2, tensor=2), "dots"),
     ("relative", layout(pipe=2, tensor=2, schedule="interleaved_1f1b"), "full"),
     ("longrope", layout(context=4, attention="ring"), "full"),

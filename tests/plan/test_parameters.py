@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.model import EncoderDecoderConfig, ExpertsConfig, MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors
@@ -35,6 +35,25 @@ MODELS = {
             token_types=2,
             tie_embeddings=True,
         ),
+        TOKENS,
+    ),
+    "norms of outputs, and over all heads": (
+        TransformerConfig(block="output", qk_norm="whole", num_kv_heads=2),
+        TOKENS,
+    ),
+    "one norm, scales per head, biases of the MLP, norms and output": (
+        TransformerConfig(
+            block="parallel_one_norm",
+            norm="layernorm",
+            qk_norm="per_head",
+            bias="mlp",
+            norm_bias=True,
+            output_bias=True,
+        ),
+        TOKENS,
+    ),
+    "experts with biases, and sinks": (
+        TransformerConfig(experts=ExpertsConfig(), bias=True, activation="clamped_swiglu", attention_sinks=True),
         TOKENS,
     ),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),

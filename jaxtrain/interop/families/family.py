@@ -185,14 +185,18 @@ class Family:
     read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[Config], dict[str, Any]] = _nothing
 
+    @property
+    def known(self) -> set[str]:
+        """The keys that its config.json may have."""
+        return {name for key in (*_EVERYWHERE, *self.keys) for name in (key.name, *key.others)}
+
     def from_published(self, config: Config) -> dict[str, Any]:
         """Returns the keys of our model group, `kind` included, for the object in a config.json.
 
         Raises:
             ConfigError: The file has a key that is not declared, or a value that is not supported.
         """
-        declared = {key.name: key for key in (*_EVERYWHERE, *self.keys)}
-        known = {name for key in declared.values() for name in (key.name, *key.others)}
+        declared, known = {key.name: key for key in (*_EVERYWHERE, *self.keys)}, self.known
         for unknown in (name for name in config if name not in known):
             raise ConfigError(
                 f"config.json has the key {unknown} (value {_shown(config[unknown])}), which the family {self.name} "

@@ -8,7 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families import bert, gemma, gpt2, gpt_neox, llama, phi3, qwen, resnet, starcoder2, t5, vit
+from jaxtrain.interop.families import (
+    bert,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    llama,
+    phi3,
+    qwen,
+    resnet,
+    starcoder2,
+    t5,
+    vit,
+)
 from jaxtrain.interop.families.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -17,15 +30,20 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
+        gpt_oss.FAMILY,
     )
 }
+
+
+class UnknownFamily(ConfigError):
+    """No family has the model_type of a config.json."""
 
 
 def family_of(model_type: object) -> Family:
     """Returns the family of a config.json's model_type, of this package or of another one.
 
     Raises:
-        ConfigError: There is none.
+        UnknownFamily: There is none.
     """
     if model_type in FAMILIES:
         return FAMILIES[str(model_type)]
@@ -34,7 +52,7 @@ def family_of(model_type: object) -> Family:
     for point in entry_points(group="jaxtrain.families"):
         if point.name == model_type:
             return point.load()
-    raise ConfigError(f"config.json has model_type: {model_type}; the known ones are {', '.join(FAMILIES)}")
+    raise UnknownFamily(f"config.json has model_type: {model_type}, which is not known")
 
 
 def read_settings(config: Mapping[str, Any]) -> dict[str, Any]:

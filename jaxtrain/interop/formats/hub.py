@@ -143,6 +143,8 @@ def read_published_config(path: Path) -> dict[str, Any]:
     stored = config.get("quantization_config")
     if stored is None:
         return config
+    if stored.get("quant_method") == "mxfp4":
+        return {key: value for key, value in config.items() if key != "quantization_config"}
     four = stored.get("load_in_4bit", stored.get("_load_in_4bit"))
     found = (stored.get("quant_method"), bool(four), stored.get("bnb_4bit_quant_type"))
     if found != ("bitsandbytes", True, "nf4") or stored.get("bnb_4bit_quant_storage", "uint8") != "uint8":

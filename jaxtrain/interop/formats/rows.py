@@ -32,6 +32,7 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
     block(linear((D,), (G, K)), dim=0, start=H * K, of=(H + 2 * G) * K)     q|k|v one after the other: this is k
     interleaved((H, 3, K), 1, (D,))                                         q, k, v of each head in turn: this is k
     interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
+    pairs((E, D, F), 1)                                                     two in turn along the last dim [E, D, 2*F]
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -188,6 +189,13 @@ def interleaved(sizes: tuple[int, int, int], index: int, inputs: Shape | None = 
     return _whole([sizes, inputs], order, (1,) * (len(inputs) + 2), ((1, index),))
 
 
+def pairs(ours: Shape, index: int) -> Transform:
+    """Theirs [..., 2 * last] -> ours, every second number of the last dimension from `index` on (gpt-oss)."""
+    dims = len(ours)
+    order = tuple(range(dims))
+    return _whole([*((size,) for size in ours[:-1]), (ours[-1], 2)], order, (1,) * dims, ((dims, index),))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter of ours, and where it lies in a published file.
@@ -323,17 +331,34 @@ def block_rows(
         if part in shapes:
             inputs, outputs = shapes[part]
             rows.append(Entry(f"{prefix}{ours}/kernel", f"{theirs}.weight", kernel(inputs, outputs)))
-            has_bias = model["bias"] is True or (model["bias"] and part in ("query", "key", "value"))
+            biased_part = has_bias(model["bias"], part)
         elif part not in ("query_norm", "key_norm") or model["qk_norm"]:
-            outputs = (K,) if part in ("query_norm", "key_norm") else (D,)
-            rows.append(Entry(f"{prefix}{ours}/scale", f"{theirs}.weight", copy(*outputs)))
-            has_bias = model["norm"] == "layernorm"
+            outputs = {"query_norm": (H, K), "key_norm": (G, K)}.get(part, (D,))
+            outputs = (K,) if outputs != (D,) and model["qk_norm"] is True else outputs
+            scale = copy(*outputs) if model.get("qk_norm") == "per_head" else vector(*outputs)
+            rows.append(Entry(f"{prefix}{ours}/scale", f"{theirs}.weight", scale))
+            biased_part = outputs == (D,) and norm_has_bias(model["norm"], model["bias"], model.get("norm_bias"))
         else:
             continue
-        if has_bias:
+        if biased_part:
             place = rows if beside else biases if part in shapes else of_norms
             place.append(Entry(f"{prefix}{ours}/bias", f"{theirs}.bias", vector(*outputs)))
     return rows + biases + of_norms
+
+
+def has_bias(bias: bool | str, part: str) -> bool:
+    """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias; `bias` is our key."""
+    return bias is True or part in _BIASED.get(str(bias), ())
+
+
+def norm_has_bias(norm: str, bias: bool | str, norm_bias: bool | None) -> bool:
+    """Whether the norms of the residual stream have biases; the arguments are our keys of these names."""
+    return norm == "layernorm" and (bias is True if norm_bias is None else norm_bias)
+
+
+# What the key `bias` says -> the linear layers of a block that have one.
+_QKV = ("query", "key", "value")
+_BIASED = {"qkv": _QKV, "attention": (*_QKV, "output"), "mlp": ("up", "gate", "down")}
 
 
 def renamed(rows: Iterable[Row], words: Mapping[str, str]) -> tuple[Row, ...]:

@@ -23,10 +23,17 @@ from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
-from jaxtrain.models.shipped.shapes import LinearShape, attention_shapes, has_bias, mlp_shapes
+from jaxtrain.models.shipped.shapes import (
+    LinearShape,
+    attention_shapes,
+    mlp_shapes,
+    norm_names,
+    qk_norm_shapes,
+)
 from jaxtrain.ops.attention.reference import (
     BLOCK,
     CachedKeys,
+    Learned,
     attention_mask,
     bias_at,
     cached_attention,
@@ -35,7 +42,7 @@ from jaxtrain.ops.attention.reference import (
 )
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
-from jaxtrain.ops.elementwise import gelu
+from jaxtrain.ops.elementwise import GATED
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -101,6 +108,7 @@ class Context:
         positions_BL: positions of the tokens, [B or 1, L].
         segments_BL: numbers of packed documents; None: one document per row.
         local: bool [], whether this is a local layer; None: all layers are alike.
+        rotated: bool [], whether this layer has rotary positions; None: all layers are alike.
         bias_HW: added to the scores, of each distance.
         cache: of earlier positions, to which the new ones are added; None: the tokens are whole texts.
     """
@@ -108,6 +116,7 @@ class Context:
     positions_BL: jax.Array
     segments_BL: jax.Array | None = None
     local: jax.Array | None = None
+    rotated: jax.Array | None = None
     bias_HW: jax.Array | None = None
     cache: LayerCache | None = None
 
@@ -167,19 +176,22 @@ def relative_bias(table: nnx.Param | None, config: TransformerConfig, reach: int
 
 def block_norm(config: TransformerConfig) -> Norm:
     """A norm of the residual stream."""
-    bias = config.bias is True
-    return Norm(config.embed_dim, kind=config.norm, bias=bias, epsilon=config.norm_epsilon, offset=config.norm_offset)
+    bias, epsilon = config.norms_have_biases, config.norm_epsilon
+    return Norm(config.embed_dim, kind=config.norm, bias=bias, epsilon=epsilon, offset=config.norm_offset)
 
 
-def _head_norm(config: TransformerConfig) -> Norm | None:
-    """The norm of the queries or keys of each head, where the model has it."""
-    if not config.qk_norm:
+def _qk_norm(config: TransformerConfig, name: str) -> Norm | None:
+    """The norm of queries or keys, where the model has it."""
+    shape = qk_norm_shapes(config).get(name)
+    if shape is None:
         return None
-    return Norm(config.head_width, kind="rmsnorm", bias=False, epsilon=config.norm_epsilon, offset=config.norm_offset)
+    kind, over = config.norm if config.qk_norm == "per_head" else "rmsnorm", 2 if config.qk_norm == "whole" else 1
+    epsilon, offset = config.norm_epsilon, config.norm_offset
+    return Norm(*shape.outputs, kind=kind, bias=False, epsilon=epsilon, offset=offset, over=over)
 
 
 def _linear(config: TransformerConfig, name: str, shape: LinearShape, stddev: float, rngs: nnx.Rngs) -> Linear:
-    return Linear(shape.inputs, shape.outputs, bias=has_bias(config, name), initializer=normal(stddev), rngs=rngs)
+    return Linear(shape.inputs, shape.outputs, bias=config.has_bias(name), initializer=normal(stddev), rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -191,8 +203,12 @@ class Attention(nnx.Module):
         self.key = _linear(config, "key", shapes["key"], stddevs.key_value, rngs)
         self.value = _linear(config, "value", shapes["value"], stddevs.key_value, rngs)
         self.output = _linear(config, "output", shapes["output"], stddevs.attention_output, rngs)
-        self.query_norm, self.key_norm = _head_norm(config), _head_norm(config)
+        self.query_norm, self.key_norm = _qk_norm(config, "query_norm"), _qk_norm(config, "key_norm")
+        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
         self.config = config
+
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
     def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, LayerCache | None]:
         q_BLHK, k_BSGK, v_BSGK = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
@@ -218,8 +234,13 @@ class Attention(nnx.Module):
             length = q_BLHK.shape[1] if cache is None else cache.length
             frequencies = model_frequencies(config, context.local, length=length)
             factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
-            q_BLHK = rotate(q_BLHK, context.positions_BL, frequencies, factor=factor)
-            k_BLGK = rotate(k_BLGK, context.positions_BL, frequencies, factor=factor)
+
+            def rotated(x: jax.Array) -> jax.Array:
+                interleaved = config.rotary_interleaved
+                turned = rotate(x, context.positions_BL, frequencies, factor=factor, interleaved=interleaved)
+                return turned if context.rotated is None else jnp.where(context.rotated, turned, x)
+
+            q_BLHK, k_BLGK = rotated(q_BLHK), rotated(k_BLGK)
         return self.scaled(q_BLHK), k_BLGK
 
     def scaled(self, q_BLHK: jax.Array) -> jax.Array:
@@ -249,13 +270,17 @@ class Attention(nnx.Module):
             bias_BHLS = None if context.bias_HW is None else bias_at(context.bias_HW, positions_BL, order_S)
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
 
-        softcap = config.attention_softcap
+        softcap, sink_H = config.attention_softcap, self._sinks()
         if length <= 2 * BLOCK:
-            return cached_attention(q_BLHK, keys(0, length), softcap=softcap)
+            return cached_attention(q_BLHK, keys(0, length), softcap=softcap, sink_H=sink_H)
         # Rows beyond the cache are not in use: they do not make the others read all of it.
         last = jnp.max(jnp.where(positions_BL < length, positions_BL, 0))
         blocks = last // BLOCK + 1
-        return cached_attention_in_blocks(q_BLHK, lambda number: keys(number * BLOCK, BLOCK), blocks, softcap=softcap)
+
+        def block(number: jax.Array) -> CachedKeys:
+            return keys(number * BLOCK, BLOCK)
+
+        return cached_attention_in_blocks(q_BLHK, block, blocks, softcap=softcap, sink_H=sink_H)
 
     def _attend(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, context: Context) -> jax.Array:
         """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
@@ -263,7 +288,8 @@ class Attention(nnx.Module):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
             form = AttentionForm(config.causal, window, config.attention_softcap)
-            return self_attention(q, k, v, context.segments_BL, form, context.bias_HW, implementation=config.attention)
+            learned = Learned(context.bias_HW, self._sinks())
+            return self_attention(q, k, v, context.segments_BL, form, learned, implementation=config.attention)
 
         if context.local is None or config.local_layers is None:
             return attend(q_BLHK, k_BLGK, v_BLGK, config.windows[0])
@@ -297,9 +323,7 @@ class MLP(nnx.Module):
         return checkpoint_name(self.down(h_BLF), "mlp_output")
 
     def _gated(self, gate: Linear, x_BLD: jax.Array, up_BLF: jax.Array) -> jax.Array:
-        def product(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-            return (jax.nn.silu(gate_BLF) if self.activation == "swiglu" else gelu(gate_BLF)) * up_BLF
-
+        product = GATED[self.activation]
         if isinstance(gate.kernel.get_value(), LowRankKernel):
             # Of a fine-tuning the activations are most of what a step holds. The backward pass keeps the two factors
             # and computes the sigmoid again, where autodiff keeps six arrays: a fifth of all temporary memory.
@@ -311,15 +335,17 @@ class Block(nnx.Module):
     """Attention and an MLP (or experts), added to the residual stream in the order of `TransformerConfig.block`."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs | None = None):
-        stddevs = stddevs or small_stddevs(config)
-        self.attention_norm = block_norm(config)
+        stddevs, names = stddevs or small_stddevs(config), norm_names(config)
+
+        def norm(name: str) -> Norm | None:
+            return block_norm(config) if name in names else None
+
+        self.attention_norm = norm("attention_norm")
         self.attention = Attention(config, rngs, stddevs)
-        self.mlp_norm = block_norm(config)
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(config, rngs, stddevs) if config.experts is None else MoE(config, rngs)
-        sandwich = config.block == "sandwich"
-        self.attention_output_norm = block_norm(config) if sandwich else None
-        self.mlp_output_norm = block_norm(config) if sandwich else None
-        self.dropout = config.dropout
+        self.attention_output_norm, self.mlp_output_norm = norm("attention_output_norm"), norm("mlp_output_norm")
+        self.dropout, self.residual_scale = config.dropout, config.residual_scale
         self.form = config.block
 
     @staticmethod
@@ -332,15 +358,14 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Routing | None, LayerCache | None]:
         keys = (None, None) if key is None else jax.random.split(key)
         attended_BLD, cache = self.attend(x_BLD, context, keys[0])
-        mlp_input_BLD = x_BLD if self.form == "parallel" else attended_BLD
+        mlp_input_BLD = x_BLD if self.form in ("parallel", "parallel_one_norm") else attended_BLD
         x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1], context.segments_BL)
         return x_BLD, routing, cache
 
     def attend(self, x_BLD: jax.Array, context: Context, key: jax.Array | None) -> tuple[jax.Array, LayerCache | None]:
         """Add the output of attention to the residual stream."""
         with jax.named_scope("attention"):
-            inner_BLD = self.inner(x_BLD if self.form == "post" else self.attention_norm(x_BLD))
-            y_BLD, cache = self.attention(inner_BLD, context)
+            y_BLD, cache = self.attention(self._input(x_BLD, self.attention_norm), context)
             x_BLD = self._added(x_BLD, y_BLD, key, self.attention_norm, self.attention_output_norm)
         return x_BLD, cache
 
@@ -353,7 +378,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Routing | None]:
         """Add the output of the MLP (or experts) to the residual stream; its input is another one beside attention."""
         with jax.named_scope("mlp"):
-            inner_BLD = self.inner(mlp_input_BLD if self.form == "post" else self.mlp_norm(mlp_input_BLD))
+            one_norm = self.form == "parallel_one_norm"
+            inner_BLD = self._input(mlp_input_BLD, self.attention_norm if one_norm else self.mlp_norm)
             routing = None
             if isinstance(self.mlp, MoE):
                 y_BLD, *routed = self.mlp(inner_BLD, None if segments_BL is None else segments_BL != 0)
@@ -363,11 +389,17 @@ class Block(nnx.Module):
             x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)
         return x_BLD, routing
 
+    def _input(self, x_BLD: jax.Array, norm: Norm | None) -> jax.Array:
+        """The input of attention or MLP."""
+        return self.inner(x_BLD if norm is None or self.form == "post" else norm(x_BLD))
+
     def _added(
-        self, x_BLD: jax.Array, y_BLD: jax.Array, key: jax.Array | None, norm: Norm, output_norm: Norm | None
+        self, x_BLD: jax.Array, y_BLD: jax.Array, key: jax.Array | None, norm: Norm | None, output_norm: Norm | None
     ) -> jax.Array:
         """The residual stream with an output of attention or MLP, after the norms that stand behind it."""
         if output_norm is not None:
             y_BLD = output_norm(y_BLD)
+        if self.residual_scale is not None:
+            y_BLD = y_BLD * jnp.asarray(self.residual_scale, y_BLD.dtype)
         x_BLD = constrain(x_BLD + dropout(y_BLD, self.dropout, key), *RESIDUAL)
-        return constrain(norm(x_BLD), *RESIDUAL) if self.form == "post" else x_BLD
+        return x_BLD if norm is None or self.form != "post" else constrain(norm(x_BLD), *RESIDUAL)

@@ -15,6 +15,7 @@ from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, sum_over_shards
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
+from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.experts.compute import Kernels, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 
@@ -50,10 +51,11 @@ class Routing:
 
 
 class Kernel(nnx.Module):
-    """A module of one parameter, `kernel`."""
+    """A module of the parameter `kernel`, and of `bias` where it has a shape."""
 
-    def __init__(self, shape: tuple[int, ...], *, stddev: float, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, ...], bias: tuple[int, ...] | None, *, stddev: float, rngs: nnx.Rngs):
         self.kernel = nnx.Param(normal(stddev)(rngs.params(), shape, jnp.float32))
+        self.bias = None if bias is None else nnx.Param(jnp.zeros(bias, jnp.float32))
 
 
 class MoE(nnx.Module):
@@ -61,14 +63,19 @@ class MoE(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None
-        self.config = config.experts
-        experts, shapes = config.experts.num_experts, mlp_shapes(config)
-        self.router = Kernel(router_shape(config).kernel, stddev=INIT_STDDEV, rngs=rngs)
-        self.up = Kernel((experts, *shapes["up"].kernel), stddev=INIT_STDDEV, rngs=rngs)
-        gated = "gate" in shapes
-        self.gate = Kernel((experts, *shapes["gate"].kernel), stddev=INIT_STDDEV, rngs=rngs) if gated else None
-        stddev_out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
-        self.down = Kernel((experts, *shapes["down"].kernel), stddev=stddev_out, rngs=rngs)
+        self.config, self.activation = config.experts, config.activation
+        experts, shapes, router = config.experts.num_experts, mlp_shapes(config), router_shape(config)
+        has_bias = config.has_bias("up")
+        bias = router.outputs if has_bias else None
+        self.router = Kernel(router.kernel, bias, stddev=INIT_STDDEV, rngs=rngs)
+
+        def kernel(name: str, stddev: float = INIT_STDDEV) -> Kernel:
+            bias = (experts, *shapes[name].outputs) if has_bias else None
+            return Kernel((experts, *shapes[name].kernel), bias, stddev=stddev, rngs=rngs)
+
+        self.up = kernel("up")
+        self.gate = kernel("gate") if "gate" in shapes else None
+        self.down = kernel("down", INIT_STDDEV / math.sqrt(2 * config.num_layers))
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Route each token to its experts and add their outputs, weighted by the router; `real_BL`: no padding.
@@ -82,6 +89,8 @@ class MoE(nnx.Module):
             kernel_DE = self.router.kernel[...].astype(jnp.float32)
             x32_BLD = x_BLD.astype(jnp.float32)
             logits_BLE = jnp.einsum("BLD,DE->BLE", x32_BLD, kernel_DE, precision=jax.lax.Precision.HIGHEST)
+            if self.router.bias is not None:
+                logits_BLE = logits_BLE + aligned(self.router.bias[...].astype(jnp.float32), logits_BLE)
             logits_BLE = constrain(logits_BLE, "batch", "sequence", None)
             weights_BLA, ids_BLA = route(logits_BLE, config.experts_per_token)
             load_E = expert_load(ids_BLA, config.num_experts, real_BL)
@@ -92,7 +101,9 @@ class MoE(nnx.Module):
                 router_z_weight=config.router_z_weight,
             )
             loss_BL = loss_BL if real_BL is None else jnp.where(real_BL, loss_BL, 0.0)
-        gate_EDF = None if self.gate is None else self.gate.kernel[...]
-        kernels = Kernels(self.up.kernel[...], gate_EDF, self.down.kernel[...])
+        layers = (self.up, self.gate, self.down)
+        arrays = [None if one is None else one.kernel[...] for one in layers]
+        biases = [None if one is None or one.bias is None else one.bias[...].astype(x_BLD.dtype) for one in layers]
+        kernels = Kernels(*arrays, *biases, activation=self.activation)
         y_BLD = experts_mlp(x_BLD, weights_BLA, ids_BLA, kernels)
         return checkpoint_name(y_BLD, "mlp_output"), loss_BL, load_E

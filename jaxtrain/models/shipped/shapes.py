@@ -125,9 +125,22 @@ def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     return {"up": up, **gate, "down": LinearShape(hidden, width, ("mlp", "embed"))}
 
 
-def has_bias(config: TransformerConfig, name: str) -> bool:
-    """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
-    return config.bias is True or (config.bias == "qkv" and name in ("query", "key", "value"))
+def norm_names(config: TransformerConfig) -> tuple[str, ...]:
+    """The norms of a block: of the inputs of attention and MLP, or of the sums after them, and of their outputs."""
+    inputs, outputs = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")
+    forms = {"sandwich": inputs + outputs, "output": outputs, "parallel_one_norm": inputs[:1]}
+    return forms.get(config.block, inputs)
+
+
+def qk_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
+    """The scales of the norms of queries and keys, by name, as linear layers without inputs."""
+    if not config.qk_norm:
+        return {}
+    if config.qk_norm is True:
+        return dict.fromkeys(("query_norm", "key_norm"), LinearShape((), (config.head_width,), ("head_dim",)))
+    heads = LinearShape((), (config.num_heads, config.head_width), ("heads", "head_dim"))
+    groups = LinearShape((), (config.kv_heads, config.head_width), ("kv_heads", "head_dim"))
+    return {"query_norm": heads, "key_norm": groups}
 
 
 def router_shape(config: TransformerConfig) -> LinearShape:
@@ -238,7 +251,7 @@ def _linear(path: str, one: LinearShape, *, bias: bool = True, layers: int | Non
 
 def _norm(path: str, config: TransformerConfig, *, layers: int | None = None) -> Rows:
     """Scale and bias of a norm of the residual stream."""
-    names = ("bias", "scale") if config.bias is True and config.norm == "layernorm" else ("scale",)
+    names = ("bias", "scale") if config.norms_have_biases else ("scale",)
     row = ((config.embed_dim,), ("embed",)) if layers is None else ((layers, config.embed_dim), ("layers", "embed"))
     return {f"{path}/{name}": row for name in names}
 
@@ -248,23 +261,24 @@ def _stack(config: TransformerConfig) -> Rows:
     layers, rows = config.num_layers, Rows()
     if config.position == "relative":
         rows["relative_positions"] = ((config.relative_buckets, config.num_heads), (None, "heads"))
-    norms = ["attention_norm", "mlp_norm"]
-    norms += ["attention_output_norm", "mlp_output_norm"] if config.block == "sandwich" else []
-    for name in norms:
+    for name in norm_names(config):
         rows |= _norm(f"blocks/{name}", config, layers=layers)
-    if config.qk_norm:
-        for name in ("query_norm", "key_norm"):
-            rows[f"blocks/attention/{name}/scale"] = ((layers, config.head_width), ("layers", "head_dim"))
+    for name, one in qk_norm_shapes(config).items():
+        rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
+    if config.attention_sinks:
+        rows["blocks/attention/sinks"] = ((layers, config.num_heads), ("layers", "heads"))
     for name, one in attention_shapes(config).items():
-        rows |= _linear(f"blocks/attention/{name}", one, bias=has_bias(config, name), layers=layers)
+        rows |= _linear(f"blocks/attention/{name}", one, bias=config.has_bias(name), layers=layers)
     if config.experts is not None:
-        rows |= _linear("blocks/mlp/router", router_shape(config), bias=False, layers=layers)
+        rows |= _linear("blocks/mlp/router", router_shape(config), bias=config.has_bias("up"), layers=layers)
     for name, one in mlp_shapes(config).items():
         if config.experts is None:
-            rows |= _linear(f"blocks/mlp/{name}", one, bias=has_bias(config, name), layers=layers)
+            rows |= _linear(f"blocks/mlp/{name}", one, bias=config.has_bias(name), layers=layers)
         else:
-            shape = (layers, config.experts.num_experts, *one.kernel)
-            rows[f"blocks/mlp/{name}/kernel"] = (shape, ("layers", "experts", *one.axes))
+            lead, names = (layers, config.experts.num_experts), ("layers", "experts")
+            rows[f"blocks/mlp/{name}/kernel"] = ((*lead, *one.kernel), (*names, *one.axes))
+            if config.has_bias(name):
+                rows[f"blocks/mlp/{name}/bias"] = ((*lead, *one.outputs), (*names, *one.axes[len(one.inputs) :]))
     return rows if config.block == "post" else rows | _norm("output_norm", config)
 
 
@@ -280,6 +294,8 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
     rows |= _stack(config)
     if config.has_output_layer and not config.tie_embeddings:
         rows["output"] = ((width, vocab_size), ("embed", "vocab"))
+    if config.has_output_layer and config.output_bias:
+        rows["output_bias"] = ((vocab_size,), ("vocab",))
     if config.head is not None:
         labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
         rows |= head_rows(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)

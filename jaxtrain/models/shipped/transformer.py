@@ -45,6 +45,8 @@ from jaxtrain.remat.policy import Remat
 
 # Tokens of a prompt that are read at a time: the scores of a chunk are in memory, not those of the prompt.
 PREFILL_CHUNK = 512
+# `local` and `rotated` of the context of a layer, or of all layers.
+_LayerKind = dict[str, Any]
 
 
 def check_entries(inputs: Any, kind: str, *, needs: tuple[str, ...], takes: tuple[str, ...]) -> None:
@@ -85,6 +87,8 @@ class Transformer(nnx.Module):
         self.output_norm = None if config.block == "post" else block_norm(config)
         own_output = config.has_output_layer and not config.tie_embeddings
         self.output = table(width, vocab_size) if own_output else None
+        biased = config.has_output_layer and config.output_bias
+        self.output_bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if biased else None
         self.head = _head(config, vocab_size, labels, rngs)
         self.config = config
 
@@ -113,7 +117,7 @@ class Transformer(nnx.Module):
             return self.head(x_BLD, needs) if isinstance(self.head, PooledHead) else self._logits(x_BLD)
 
     def _logits(self, x_BLD: jax.Array) -> DeferredLogits:
-        bias = None
+        bias = None if self.output_bias is None else self.output_bias[...]
         if isinstance(self.head, MaskedLanguageModelHead):
             x_BLD = self.head(x_BLD)
             bias = None if self.head.bias is None else self.head.bias[...]
@@ -133,16 +137,16 @@ class Transformer(nnx.Module):
         config = self.config
         bias_HW = relative_bias(self.relative_positions, config, config.relative_max_distance)
 
-        def call(block: Block, carry: Any, index: jax.Array, local: jax.Array | None) -> tuple[Any, None]:
+        def call(block: Block, carry: Any, index: jax.Array, kind: _LayerKind | None) -> tuple[Any, None]:
             x_BTD, arrays = carry
-            context = Context(positions_BT, local=local, bias_HW=bias_HW, cache=LayerCache(arrays, index))
+            context = Context(positions_BT, bias_HW=bias_HW, cache=LayerCache(arrays, index), **kind or {})
             x_BTD, _, own = block(x_BTD, context)
             assert own is not None
             return (x_BTD, own.arrays), None
 
         start = (self.embed({"tokens": tokens_BT, "positions": positions_BT}, None), cache)
-        local_N = _local_layers(config)
-        (x_BTD, cache), _ = scan_stack(self.blocks, call, start, path="blocks", remat=Remat(), per_layer=local_N)
+        kinds = _layer_kinds(config)
+        (x_BTD, cache), _ = scan_stack(self.blocks, call, start, path="blocks", remat=Remat(), per_layer=kinds)
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
@@ -189,11 +193,14 @@ def _head(
     return PooledHead(head, width, labels, rngs)
 
 
-def _local_layers(config: TransformerConfig) -> np.ndarray | None:
-    """Which layers are local ones, bool [num_layers]; None where the model has none."""
-    if config.local_layers is None:
-        return None
-    return np.array([window is not None for window in config.windows])
+def _layer_kinds(config: TransformerConfig) -> _LayerKind | None:
+    """Which layers are local ones, and which have rotary positions, bool [num_layers]; None: all are alike."""
+    kinds: _LayerKind = {}
+    if config.local_layers is not None:
+        kinds["local"] = np.array([window is not None for window in config.windows])
+    if config.rope_layers is not None:
+        kinds["rotated"] = np.resize(np.array(config.rope_layers, bool), config.num_layers)
+    return kinds or None
 
 
 def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
@@ -223,11 +230,11 @@ def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax
 
 
 def _block(
-    config: TransformerConfig, block: Block, carry: Any, inputs: Any, key: jax.Array | None, local: jax.Array | None
+    config: TransformerConfig, block: Block, carry: Any, inputs: Any, key: jax.Array | None, kind: _LayerKind | None
 ) -> Any:
     """What `_embed` gave, after a block."""
     read, beside = _read(inputs, config), carry if isinstance(carry, dict) else {"x": carry}
-    context = Context(read["positions"], read.get("segments"), local, beside.get("bias"))
+    context = Context(read["positions"], read.get("segments"), bias_HW=beside.get("bias"), **kind or {})
     x_BLD, routing, _ = block(beside["x"], context, key)
     if not isinstance(carry, dict):
         return x_BLD
@@ -260,9 +267,9 @@ def transformer(
         return _embed(config, module, inputs, key, train)
 
     def block(
-        block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, local: jax.Array | None = None
+        block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, kind: _LayerKind | None = None
     ) -> Any:
-        return _block(config, block, carry, inputs, key if train else None, local)
+        return _block(config, block, carry, inputs, key if train else None, kind)
 
     def head(module: Transformer, carry: Any, train: bool) -> Any:
         carry = carry if isinstance(carry, dict) else {"x": carry}
@@ -280,7 +287,7 @@ def transformer(
         axes=model_tensors(config, vocab_size=vocabulary, num_outputs=labels).axes,
         remat=remat,
         name=config.size or "transformer",
-        per_layer=_local_layers(config),
+        per_layer=_layer_kinds(config),
     )
     # An encoder predicts no next token, and neither does another head.
     predicts = config.causal and config.head_kind == "language_model"

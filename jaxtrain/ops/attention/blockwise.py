@@ -20,7 +20,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.sharding import constrain, current_layout, platform
-from jaxtrain.ops.attention.reference import MASKED, capped, fold, form_mask, unfold
+from jaxtrain.ops.attention.reference import MASKED, PLAIN, Learned, capped, fold, form_mask, grouped_sinks, unfold
 from jaxtrain.ops.attention.rules import AttentionForm, QueryBlocks, block_size, cut_sequence, pairs_at_once, row_parts
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.devices import usable_cores
@@ -30,7 +30,7 @@ Index = int | Array
 # Gradients of keys and values, and of the bias of each row where there is one.
 Sums = tuple[Array, ...]
 # The arrays of `blockwise_attention`.
-Arrays = tuple[Array, Array, Array, Array | None, Array | None]
+Arrays = tuple[Array, Array, Array, Array | None, Learned]
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def _swap(x_BLGK: Array) -> Array:
 
 
 def _forward(
-    q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, bias_HW: Array | None, how: _How
+    q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Array | None, learned: Learned, how: _How
 ) -> tuple[Array, Array]:
     """Compute the result [B, L, H, K] and the log of the sum of exponentials, float32 [B, G, R, L, 1]."""
-    form, length = how.form, q_BLHK.shape[1]
+    form, length, (bias_HW, sink_H) = how.form, q_BLHK.shape[1], learned
     q, k, v = _split(q_BLHK, k_BLGK.shape[2]), _swap(k_BLGK), _swap(v_BLGK)
     outs, statistics = [], []
     for group in how.cut(length):
@@ -148,8 +148,12 @@ def _forward(
             scores = capped(scores, form.softcap)
             scores = jnp.where(mask[:, None, None], scores, MASKED)
             largest = jnp.max(scores, axis=-1, keepdims=True)
+            if sink_H is not None:
+                largest = jnp.maximum(largest, grouped_sinks(sink_H, q.shape[1]))
             weights = jnp.exp(scores - largest)
             total = jnp.sum(weights, axis=-1, keepdims=True)
+            if sink_H is not None:
+                total = total + jnp.exp(grouped_sinks(sink_H, q.shape[1]) - largest)
             out = jnp.einsum("bgrqs,bgsk->bgrqk", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
             return carry, ((out / total).astype(q.dtype), largest + jnp.log(total))
 
@@ -164,20 +168,25 @@ def _attend(arrays: Arrays, how: _How) -> Array:
     return _attend_forward(arrays, how)[0]
 
 
-def _attend_forward(arrays: Arrays, how: _How) -> tuple[Array, tuple[Array | None, ...]]:
-    *rows, bias_HW = arrays
-    out_BLHK, statistics = _in_parts(functools.partial(_forward, bias_HW=bias_HW, how=how), how.parts, *rows)
+def _attend_forward(arrays: Arrays, how: _How) -> tuple[Array, tuple[Any, ...]]:
+    *rows, learned = arrays
+    out_BLHK, statistics = _in_parts(functools.partial(_forward, learned=learned, how=how), how.parts, *rows)
     out_BLHK = checkpoint_name(out_BLHK, KERNEL_RESIDUALS)
     return out_BLHK, (*arrays, out_BLHK, checkpoint_name(statistics, KERNEL_RESIDUALS))
 
 
-def _attend_backward(
-    how: _How, saved: tuple[Array | None, ...], gradient_BLHK: Array
-) -> tuple[tuple[Array | None, ...]]:
-    *rows, bias_HW, out_BLHK, statistics = saved
-    backward = functools.partial(_backward, bias_HW=bias_HW, how=how)
+def _attend_backward(how: _How, saved: tuple[Any, ...], gradient_BLHK: Array) -> tuple[tuple[Any, ...]]:
+    *rows, learned, out_BLHK, statistics = saved
+    backward = functools.partial(_backward, bias_HW=learned.bias_HW, how=how)
     d_query, d_key, d_value, *d_bias = _in_parts(backward, how.parts, tuple(rows), out_BLHK, statistics, gradient_BLHK)
-    return ((d_query, d_key, d_value, None, jnp.sum(d_bias[0], 0) if d_bias else None),)
+    d_sink = None
+    if learned.sink_H is not None:
+        # Its value is 0, so that of the softmax's gradient the term that all keys share is left.
+        groups = statistics.shape[1]
+        own = jnp.sum(_split(gradient_BLHK.astype(jnp.float32) * out_BLHK.astype(jnp.float32), groups), -1)
+        shares = jnp.exp(grouped_sinks(learned.sink_H, groups) - statistics)[..., 0]
+        d_sink = -jnp.sum(shares * own, (0, 3)).reshape(-1).astype(learned.sink_H.dtype)
+    return ((d_query, d_key, d_value, None, Learned(jnp.sum(d_bias[0], 0) if d_bias else None, d_sink)),)
 
 
 def _backward(
@@ -262,7 +271,7 @@ def blockwise_attention(
     v_BLGK: Array,
     segments_BL: Array | None,
     form: AttentionForm,
-    bias_HW: Array | None = None,
+    learned: Learned = PLAIN,
     *,
     block: int | None = None,
 ) -> Array:
@@ -272,7 +281,7 @@ def blockwise_attention(
         q_BLHK, k_BLGK, v_BLGK: of one float dtype; H must be a multiple of G.
         segments_BL: numbers of packed documents, which do not see each other; None: one document per row.
         form: the settings of attention.
-        bias_HW: as in `self_attention`.
+        learned: numbers beside the products of queries and keys.
         block: queries of a block; None: a size that suits the platform.
 
     Returns:
@@ -280,4 +289,4 @@ def blockwise_attention(
     """
     block = block or block_size(platform(), q_BLHK.shape[1])
     how = _How(form, block, parts_of_batch(q_BLHK, form, block))
-    return _attend((q_BLHK, k_BLGK, v_BLGK, segments_BL, bias_HW), how)
+    return _attend((q_BLHK, k_BLGK, v_BLGK, segments_BL, learned), how)

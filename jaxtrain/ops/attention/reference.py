@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,23 @@ from jaxtrain.ops.attention.rules import AttentionForm
 MASKED = -1e30
 # Keys that are read at a time where a cache is long.
 BLOCK = 256
+
+
+class Learned(NamedTuple):
+    """Learned numbers beside the products of queries and keys.
+
+    Attributes:
+        bias_HW: added to the scores of each head by the distance of key and query, float32 [H, 2L - 1] from
+            `distance_bias`; None: nothing is added.
+        sink_H: float32, the score of one more key of each head, which every query sees and whose value is 0; None:
+            there is none.
+    """
+
+    bias_HW: Array | None = None
+    sink_H: Array | None = None
+
+
+PLAIN = Learned()
 
 
 def attention_mask(
@@ -96,6 +114,7 @@ def attention(
     *,
     softcap: float | None = None,
     bias_BHLS: Array | None = None,
+    sink_H: Array | None = None,
 ) -> Array:
     """Compute softmax attention with grouped key-value heads; scores and softmax are in float32.
 
@@ -104,6 +123,7 @@ def attention(
         mask_BLS: bool, True where a query may see a key; its batch dim may be 1.
         softcap: as in `AttentionForm`.
         bias_BHLS: float32, added to the scores; its batch dim may be 1. None: nothing is added.
+        sink_H: as in `Learned`.
     """
     batch, length, heads, head_dim = q_BLHK.shape
     groups = k_BSGK.shape[2]
@@ -114,9 +134,22 @@ def attention(
     if bias_BHLS is not None:
         scores_BGRLS = scores_BGRLS + bias_BHLS.reshape(-1, groups, heads // groups, *bias_BHLS.shape[2:])
     scores_BGRLS = jnp.where(mask_BLS[:, None, None], capped(scores_BGRLS, softcap), MASKED)
-    weights_BGRLS = jax.nn.softmax(scores_BGRLS, axis=-1).astype(v_BSGK.dtype)
+    weights_BGRLS = _softmax(scores_BGRLS, sink_H).astype(v_BSGK.dtype)
     out_BLGRK = jnp.einsum("bgrls,bsgk->blgrk", weights_BGRLS, v_BSGK)
     return out_BLGRK.reshape(batch, length, heads, head_dim)
+
+
+def _softmax(scores_BGRLS: Array, sink_H: Array | None) -> Array:
+    """Weights of the keys; a sink takes its share and has no value."""
+    if sink_H is None:
+        return jax.nn.softmax(scores_BGRLS, axis=-1)
+    sink_BGRL1 = jnp.broadcast_to(grouped_sinks(sink_H, scores_BGRLS.shape[1]), (*scores_BGRLS.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores_BGRLS, sink_BGRL1], axis=-1), axis=-1)[..., :-1]
+
+
+def grouped_sinks(sink_H: Array, groups: int) -> Array:
+    """The sinks of the heads as scores of one key: float32 [1, G, R, 1, 1]."""
+    return sink_H.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
 
 
 def form_mask(
@@ -133,13 +166,14 @@ def reference_attention(
     v_BLGK: Array,
     segments_BL: Array | None,
     form: AttentionForm,
-    bias_HW: Array | None = None,
+    learned: Learned = PLAIN,
 ) -> Array:
     """Compute the attention of a sequence to itself; arguments and result as of `blockwise_attention`."""
     order_L = jnp.arange(q_BLHK.shape[1])
     mask_BLS = form_mask(form, order_L, order_L, segments_BL, segments_BL)
-    bias_BHLS = None if bias_HW is None else whole_bias(bias_HW)[None]
-    return attention(q_BLHK, k_BLGK, v_BLGK, mask_BLS, softcap=form.softcap, bias_BHLS=bias_BHLS)
+    bias_BHLS = None if learned.bias_HW is None else whole_bias(learned.bias_HW)[None]
+    arrays, sink_H = (q_BLHK, k_BLGK, v_BLGK, mask_BLS), learned.sink_H
+    return attention(*arrays, softcap=form.softcap, bias_BHLS=bias_BHLS, sink_H=sink_H)
 
 
 # --- New tokens and a cache, which holds each head's positions side by side; T new tokens, S of its positions. ---
@@ -167,17 +201,24 @@ class CachedKeys:
     bias_BHTS: Array | None = None
 
 
-def cached_attention(q_BTHK: Array, keys: CachedKeys, *, softcap: float | None = None) -> Array:
+def cached_attention(
+    q_BTHK: Array, keys: CachedKeys, *, softcap: float | None = None, sink_H: Array | None = None
+) -> Array:
     """Compute softmax attention with grouped-query heads; scores and softmax are in float32.
 
     The keys are those of all positions of the cache; the result [B, T, H, K] is in the dtype of q.
     """
-    weights_BGRTS = jax.nn.softmax(_cached_scores(q_BTHK, keys, softcap), axis=-1)
+    weights_BGRTS = _softmax(_cached_scores(q_BTHK, keys, softcap), sink_H)
     return _ungrouped(_weighted(weights_BGRTS, keys, q_BTHK.dtype), q_BTHK)
 
 
 def cached_attention_in_blocks(
-    q_BTHK: Array, block: Callable[[Array], CachedKeys], num_blocks: Array, *, softcap: float | None = None
+    q_BTHK: Array,
+    block: Callable[[Array], CachedKeys],
+    num_blocks: Array,
+    *,
+    softcap: float | None = None,
+    sink_H: Array | None = None,
 ) -> Array:
     """Compute the same over the first blocks of a cache alone, as many as hold a key that a query sees.
 
@@ -189,6 +230,7 @@ def cached_attention_in_blocks(
         block: int32 [], number of a block -> its keys, all blocks of one shape.
         num_blocks: int32 [], at least 1.
         softcap: as in `AttentionForm`.
+        sink_H: as in `Learned`.
     """
 
     def advance(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -205,7 +247,10 @@ def cached_attention_in_blocks(
     batch, length, heads, head_dim = q_BTHK.shape
     groups = jax.eval_shape(block, jax.ShapeDtypeStruct((), jnp.int32)).k_BGSK.shape[1]
     shape = (batch, groups, heads // groups, length)
-    start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, head_dim)))
+    largest_BGRT1, total_BGRT1 = jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1))
+    if sink_H is not None:  # the softmax begins with the sink, whose weight is 1 and whose value is 0
+        largest_BGRT1, total_BGRT1 = jnp.broadcast_to(grouped_sinks(sink_H, groups), (*shape, 1)), total_BGRT1 + 1
+    start = (largest_BGRT1, total_BGRT1, jnp.zeros((*shape, head_dim)))
     _, total_BGRT1, out_BGRTK = jax.lax.fori_loop(0, num_blocks, advance, start)
     return _ungrouped((out_BGRTK / total_BGRT1).astype(q_BTHK.dtype), q_BTHK)
 

@@ -22,12 +22,14 @@ class AttentionForm:
         window: a query sees keys less than this many positions away (its own counts as one); None: any distance.
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2); None: as they are.
         relative: a bias by the distance of key and query is added to the scores (T5; see `distance_bias`).
+        sinks: each head's softmax counts one more, learned score, whose value is 0 (gpt-oss).
     """
 
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
     relative: bool = False
+    sinks: bool = False
 
 
 CAUSAL = AttentionForm()
@@ -175,6 +177,7 @@ def _cudnn_reasons(case: AttentionCase) -> dict[str, bool]:
         "documents are packed": case.packed,  # the kernel knows documents by their ends only
         "scores are capped": form.softcap is not None,
         "positions are relative": form.relative,  # its bias would have to be [H, L, L] in memory
+        "attention has sinks": form.sinks,
         "the window looks ahead": form.window is not None and not form.causal,
         "batch or heads do not divide by the mesh": not case.divides,
         # The tensor cores of the Ampere generation.
@@ -191,6 +194,7 @@ def _splash_reasons(case: AttentionCase) -> dict[str, bool]:
     return {
         f"the platform is {case.platform}": case.platform != "tpu",
         "positions are relative": case.form.relative,
+        "attention has sinks": case.form.sinks,
         "batch or heads do not divide by the mesh": not case.divides,
         f"the sequence is {case.length} long, it takes multiples of {SPLASH_LANES}": bool(
             case.length and case.length % SPLASH_LANES
@@ -273,10 +277,11 @@ class ContextCase:
 def _problem(name: str, case: ContextCase) -> str | None:
     """Why a way cannot be taken; None: it can."""
     heads, parts, use = case.num_heads, case.head_parts, "use all_to_all, gather or auto"
-    if case.form.relative:
+    if case.form.relative or case.form.sinks:
+        key = "model.position=relative" if case.form.relative else "model.attention_sinks"
         return (
-            f"parallel.context={case.context} shards the sequence, which model.position=relative does not support; "
-            "use parallel.context=1 with fsdp or tensor in its place, or model.position=rotary"
+            f"parallel.context={case.context} shards the sequence, which {key} does not support; "
+            "use parallel.context=1 with fsdp or tensor in its place"
         )
     if name == "ring" and (case.form.window is not None or case.form.softcap is not None):
         return f"parallel.context_attention=ring knows neither model.sliding_window nor model.attention_softcap; {use}"

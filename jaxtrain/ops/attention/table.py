@@ -25,14 +25,13 @@ from jaxtrain.layout.sharding import current_layout, platform
 from jaxtrain.ops.attention import rules
 from jaxtrain.ops.attention.blockwise import blockwise_attention
 from jaxtrain.ops.attention.context import context_attention
-from jaxtrain.ops.attention.reference import reference_attention
+from jaxtrain.ops.attention.reference import PLAIN, Learned, reference_attention
 from jaxtrain.ops.attention.rules import CAUSAL, SPLASH_LANES, AttentionCase, AttentionForm
 from jaxtrain.remat.policy import KERNEL_RESIDUALS
 from jaxtrain.runtime.compiler import note_choice
 
 Segments = Array | None
-Bias = Array | None
-Attend = Callable[[Array, Array, Array, Segments, AttentionForm, Bias], Array]
+Attend = Callable[[Array, Array, Array, Segments, AttentionForm, Learned], Array]
 _HOPPER = (9, 0)
 QUERIES = ("batch", "sequence", "activation_heads", None)
 KEYS = ("batch", "sequence", "activation_kv_heads", None)
@@ -152,7 +151,7 @@ class Kernel:
 
     Attributes:
         name: as in `model.attention`.
-        attend: (q, k, v, segments, form, bias) -> [B, L, H, K]; there is a bias where `form.relative` is true.
+        attend: (q, k, v, segments, form, learned) -> [B, L, H, K].
         keeps_output: names what its backward pass needs for the remat policies, the result among it.
     """
 
@@ -161,9 +160,9 @@ class Kernel:
     keeps_output: bool = False
 
 
-CUDNN = Kernel("cudnn", lambda q, k, v, segments, form, bias: cudnn_attention(q, k, v, form))
+CUDNN = Kernel("cudnn", lambda q, k, v, segments, form, learned: cudnn_attention(q, k, v, form))
 SPLASH = Kernel(
-    "splash", lambda q, k, v, segments, form, bias: splash_attention(q, k, v, segments, form), keeps_output=True
+    "splash", lambda q, k, v, segments, form, learned: splash_attention(q, k, v, segments, form), keeps_output=True
 )
 BLOCKWISE = Kernel("blockwise", blockwise_attention, keeps_output=True)
 REFERENCE = Kernel("reference", reference_attention)
@@ -221,7 +220,7 @@ def self_attention(
     v_BLGK: Array,
     segments_BL: Segments = None,
     form: AttentionForm = CAUSAL,
-    bias_HW: Bias = None,
+    learned: Learned = PLAIN,
     *,
     implementation: str = "auto",
 ) -> Array:
@@ -231,8 +230,7 @@ def self_attention(
         q_BLHK, k_BLGK, v_BLGK: global arrays; H must be a multiple of G.
         segments_BL: packed documents that do not see each other; None: one document per row.
         form: which pairs of a query and a key are computed.
-        bias_HW: added to the scores of each head by the distance of key and query, float32 [H, 2L - 1] from
-            `distance_bias`; None: nothing is added.
+        learned: numbers beside the products of queries and keys.
         implementation: auto, or a name from the table; a sequence that is sharded over `context` takes the methods of
             `ops/attention/context.py`.
 
@@ -242,7 +240,8 @@ def self_attention(
     Raises:
         ConfigError: a kernel that cannot take the case.
     """
-    form, layout = replace(form, relative=bias_HW is not None), current_layout()
+    layout = current_layout()
+    form = replace(form, relative=learned.bias_HW is not None, sinks=learned.sink_H is not None)
     if layout is not None and layout.degree("context") > 1:
         if implementation != "auto":
             raise ConfigError(
@@ -255,11 +254,11 @@ def self_attention(
         return checkpoint_name(out, "attention_output")
     row = choose(q_BLHK, k_BLGK, segments_BL, form, wanted=implementation)
     with jax.named_scope(f"{row.name}_attention"):
-        out = row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, bias_HW)
+        out = row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, learned)
     return out if row.keeps_output else checkpoint_name(out, "attention_output")
 
 
 def _attend_whole(q_BLHK: Array, k_BLGK: Array, v_BLGK: Array, segments_BL: Segments, *, form: AttentionForm) -> Array:
     """Attend to full sequences of some heads on one device, as `all_to_all` does between its two exchanges."""
     row = choose(q_BLHK, k_BLGK, segments_BL, form)
-    return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, None)
+    return row.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, form, PLAIN)

@@ -4,7 +4,8 @@ Shapes: B batch, L sequence, N tokens, D embed, F hidden width, E experts, K exp
 matmul (one per pair of a token and an expert of this device).
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,30 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.layout.manual import vary_alike
-from jaxtrain.ops.elementwise import aligned, gelu
+from jaxtrain.ops.elementwise import GATED, aligned, gelu
 from jaxtrain.ops.experts.grouped import grouped_matmul
 from jaxtrain.remat.policy import EXPERT_PRODUCTS
 
 
-class Kernels(NamedTuple):
-    """Weights of the experts: `up` and `gate` [E, D, F] (no gate: GELU instead of SwiGLU), `down` [E, F, D]."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kernels:
+    """Weights of the experts.
 
-    up: Array
-    gate: Array | None
-    down: Array
+    Attributes:
+        up, gate: [E, D, F]; no gate: GELU between `up` and `down`.
+        down: [E, F, D].
+        up_bias, gate_bias, down_bias: [E, F], [E, F] and [E, D]; None: there are none.
+        activation: of the gate, a key of `GATED`.
+    """
+
+    up: Any
+    gate: Any
+    down: Any
+    up_bias: Any = None
+    gate_bias: Any = None
+    down_bias: Any = None
+    activation: str = field(default="swiglu", metadata=dict(static=True))
 
 
 class Places(NamedTuple):
@@ -119,14 +133,23 @@ def sort_pairs(ids_NK: Array, num_experts: int, num_rows: int) -> tuple[Places, 
 def multiply_rows(x_RD: Array, group_sizes_E: Array, kernels: Kernels) -> Array:
     """Apply to each row the expert whose group it is in: [R, D], and anything in rows beyond the groups."""
 
-    def multiply(rows: Array, kernel: Array) -> Array:
-        return checkpoint_name(grouped_matmul(rows, kernel, group_sizes_E), EXPERT_PRODUCTS)
+    def multiply(rows: Array, kernel: Array, bias_EO: Array | None) -> Array:
+        product = checkpoint_name(grouped_matmul(rows, kernel, group_sizes_E), EXPERT_PRODUCTS)
+        return product if bias_EO is None else product + _of_rows(bias_EO, group_sizes_E, rows.shape[0])
 
     with jax.named_scope("experts"):
-        gate_RF = None if kernels.gate is None else multiply(x_RD, kernels.gate)
-        up_RF = multiply(x_RD, kernels.up)
-        h_RF = checkpoint_name(gelu(up_RF) if gate_RF is None else jax.nn.silu(gate_RF) * up_RF, "mlp_hidden")
-        return multiply(h_RF, kernels.down)
+        gate_RF = None if kernels.gate is None else multiply(x_RD, kernels.gate, kernels.gate_bias)
+        up_RF = multiply(x_RD, kernels.up, kernels.up_bias)
+        h_RF = gelu(up_RF) if gate_RF is None else GATED[kernels.activation](gate_RF, up_RF)
+        return multiply(checkpoint_name(h_RF, "mlp_hidden"), kernels.down, kernels.down_bias)
+
+
+def _of_rows(bias_EO: Array, group_sizes_E: Array, num_rows: int) -> Array:
+    """The bias of the expert of each row: [R, O], and 0 in rows beyond the groups."""
+    expert_R = jnp.searchsorted(jnp.cumsum(group_sizes_E), jnp.arange(num_rows), side="right")
+    # A product with ones and zeros in place of a lookup, whose gradient would be a scatter.
+    is_own_RE = expert_R[:, None] == jnp.arange(bias_EO.shape[0])[None]
+    return is_own_RE.astype(bias_EO.dtype) @ bias_EO
 
 
 def grouped_experts(x_ND: Array, weights_NK: Array, ids_NK: Array, kernels: Kernels) -> Array:

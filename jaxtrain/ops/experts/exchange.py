@@ -6,6 +6,7 @@ Shapes: B batch, L sequence, N tokens of a device, D embed, F hidden width, E ex
 experts, C rows that a device sends to a shard in one round, R rows of all shards, P pairs of a token and an expert.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,14 +73,16 @@ def experts_mlp(x_BLD: Array, weights_BLK: Array, ids_BLK: Array, kernels: Kerne
     shards = layout.degree("expert")
     tokens = PartitionSpec(*_dividing(spec_of(layout, "batch", "sequence"), x_BLD.shape, layout), None)
     into, out_of = spec_of(layout, "experts", None, "mlp"), spec_of(layout, "experts", "mlp", None)
-    kernel_specs = (into, None if kernels.gate is None else into, out_of)
+    biases = spec_of(layout, "experts", "mlp"), spec_of(layout, "experts", None)
+    specs = Kernels(into, into, out_of, biases[0], *biases, activation=kernels.activation)
+    kernel_specs = jax.tree.map(lambda spec, array: spec if array is not None else None, specs, kernels)
     token_axes = {axis for entry in tokens for axis in entry_axes(entry)}
     summed = tuple(axis for axis in ("expert", "tensor") if layout.degree(axis) > 1 and axis not in token_axes)
 
-    def local(
-        x_BLD: Array, weights_BLK: Array, parts: tuple[Array, Array | None, Array], ids_BLK: Array, shard_1: Array
-    ) -> Array:
-        kernels = Kernels(*parts)
+    if kernels.down_bias is not None and "tensor" in summed:  # each shard of `tensor` adds it
+        kernels = replace(kernels, down_bias=kernels.down_bias / layout.degree("tensor"))
+
+    def local(x_BLD: Array, weights_BLK: Array, kernels: Kernels, ids_BLK: Array, shard_1: Array) -> Array:
         if "expert" in token_axes:
             y_BLD = _flat(partial(_exchanged, shards=shards), x_BLD, weights_BLK, ids_BLK, kernels)
         else:  # every shard of experts has these tokens
@@ -93,7 +96,7 @@ def experts_mlp(x_BLD: Array, weights_BLK: Array, ids_BLK: Array, kernels: Kerne
     return run_manually(
         local,
         layout,
-        (x_BLD, weights_BLK, tuple(kernels)),
+        (x_BLD, weights_BLK, kernels),
         (ids_BLK, jnp.arange(shards)),
         in_specs=(tokens, tokens, kernel_specs, tokens, spec_of(layout, "experts")),
         out_specs=tokens,
