@@ -10,7 +10,7 @@ import jax
 
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import settings_of
-from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
+from jaxtrain.interop.formats.hub import published_place
 from jaxtrain.interop.read import Places, PublishedModel, by_path, find_places, open_published, read_places
 from jaxtrain.interop.write import Form, Origin, saved_dtypes, write_published
 from jaxtrain.layout.sharding import path_name
@@ -48,11 +48,6 @@ class Pretrained:
 
     def __repr__(self) -> str:
         return f"Pretrained {str(self.path)!r}: family {self.published.family.name}, model {self.model.name}"
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """The file with its tokenizer (tokenizer.json, or the GGUF file); None where there is none."""
-        return tokenizer_origin(self.path)
 
     @cached_property
     def _read_here(self) -> tuple[Params, ModelState]:
