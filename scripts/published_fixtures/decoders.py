@@ -67,17 +67,30 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope}}
 
 
+def old_cohere2(config: dict[str, Any]) -> dict[str, Any]:
+    """Write the config of a Cohere 2 as its published files do."""
+    old = {name: value for name, value in old_form(config).items() if name != "layer_types"}
+    said = ("use_embedding_sharing", "use_gated_activation", "use_parallel_block")
+    return old | dict.fromkeys(said, True) | {
+        "sliding_window_pattern": 4, "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_parallel_embedding": False,
+        "use_qk_norm": False, "cache_implementation": "hybrid",
+    }  # fmt: skip
+
+
 _LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, **_NO_ENDS,
 }  # fmt: skip
+_LAYERNORM = {**{name: value for name, value in _LLAMA.items() if name != "rms_norm_eps"}, "layer_norm_eps": 1e-5}
+_COHERE = {**_LAYERNORM, "head_dim": 8, "tie_word_embeddings": True, "logit_scale": 0.5, "rope_parameters": _ROPE}
 _GEMMA = {
     **_LLAMA, "hidden_size": 12, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
     "tie_word_embeddings": True, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-6, "intermediate_size": 20,
 }  # fmt: skip
 # A large embedding, tied and scaled, would repeat the last token for ever.
-_GEMMA_EMBEDDING = {"embed_tokens.weight": (0.0, 0.3)}
+_SMALL_EMBEDDING = {"embed_tokens.weight": (0.0, 0.3)}
 _LLAMA31 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -90,6 +103,7 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.3, 1.7],
     "long_factor": [1.5, 3.0, 5.0], "original_max_position_embeddings": 16,
 }  # fmt: skip
+_PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -121,7 +135,7 @@ FIXTURES = (
         matters=({"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"query_pre_attn_scalar": 8},
                  {"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["full_attention"] * 4},
                  {"sliding_window": 5}, {"hidden_activation": "gelu"}),
-        gain=2.0, special=_GEMMA_EMBEDDING,
+        gain=2.0, special=_SMALL_EMBEDDING,
     ),
     Fixture(
         "gemma3_text", tf.Gemma3ForCausalLM,
@@ -129,7 +143,7 @@ FIXTURES = (
         language_model, gradients=("model.layers.5.self_attn.k_norm.weight",), old=old_form,
         matters=({"rope_parameters": {**_GEMMA3_ROPE, "full_attention": _GEMMA3_ROPE["sliding_attention"]}},
                  {"layer_types": ["sliding_attention"] * 7}, {"sliding_window": 5}, {"query_pre_attn_scalar": 8}),
-        special=_GEMMA_EMBEDDING,
+        special=_SMALL_EMBEDDING,
     ),
     Fixture(
         "llama31", tf.LlamaForCausalLM, tf.LlamaConfig(**_LLAMA, head_dim=8, rope_parameters=_LLAMA31), language_model,
@@ -215,6 +229,40 @@ FIXTURES = (
             sliding_window=5, rope_parameters=_ROPE, residual_dropout=0.0, embedding_dropout=0.0,
         ), language_model, gradients=("model.layers.0.mlp.c_fc.weight",),
         matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
+    ),
+    Fixture(
+        "stablelm", tf.StableLmForCausalLM,
+        tf.StableLmConfig(**_LAYERNORM | {"num_attention_heads": 2}, rope_parameters=_PARTIAL, use_qkv_bias=True),
+        language_model, old=old_form,
+        gradients=("model.layers.0.input_layernorm.bias", "model.norm.bias", "model.layers.1.self_attn.k_proj.bias"),
+        matters=({"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}, {"use_parallel_residual": True},
+                 {"use_qkv_bias": False}, {"layer_norm_eps": 0.1},
+                 {"rope_parameters": {**_PARTIAL, "rope_theta": 100.0}}),
+    ),
+    Fixture(
+        "stablelm_parallel", tf.StableLmForCausalLM,
+        tf.StableLmConfig(**_LAYERNORM, rope_parameters=_PARTIAL, qk_layernorm=True, use_parallel_residual=True),
+        language_model, old=old_form,
+        gradients=("model.layers.0.self_attn.q_layernorm.norms.3.weight",
+                   "model.layers.1.self_attn.k_layernorm.norms.0.weight", "model.layers.0.input_layernorm.weight"),
+        matters=({"qk_layernorm": False}, {"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}),
+    ),
+    Fixture(
+        "cohere", tf.CohereForCausalLM, tf.CohereConfig(**_COHERE, use_qk_norm=True, attention_bias=True),
+        language_model, old=old_form, special=_SMALL_EMBEDDING,
+        gradients=("model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.q_norm.weight",
+                   "model.layers.0.self_attn.o_proj.bias"),
+        matters=({"use_qk_norm": False}, {"attention_bias": False}, {"logit_scale": 0.0625}, {"layer_norm_eps": 0.1},
+                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+    ),
+    Fixture(
+        "cohere2", tf.Cohere2ForCausalLM,
+        tf.Cohere2Config(**{**_COHERE, "num_hidden_layers": 5}, sliding_window=4), language_model, old=old_cohere2,
+        gradients=("model.layers.3.self_attn.k_proj.weight", "model.layers.4.self_attn.q_proj.weight"),
+        matters=({"layer_types": ["sliding_attention"] * 5}, {"layer_types": ["full_attention"] * 5},
+                 {"sliding_window": 5}, {"logit_scale": 0.0625}, {"layer_norm_eps": 0.1},
+                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+        special=_SMALL_EMBEDDING,
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,

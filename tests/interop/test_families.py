@@ -40,6 +40,7 @@ ROWS = {
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
     "gpt_oss": PLAIN,
+    **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
@@ -106,8 +107,9 @@ def test_logits_and_gradient(name):
         np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
 
 
-# One of each way in which a cache is filled: experts, windows, local layers, factors, learned places, two sequences.
-ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "gpt2", "gpt_oss", "t5")
+# One of each way in which a cache is filled: experts, windows, local layers, layers without positions, factors, learned
+# places, sinks, two sequences.
+ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "cohere2", "gpt2", "gpt_oss", "t5")
 
 
 @pytest.mark.parametrize("name", rows(ANSWERS))

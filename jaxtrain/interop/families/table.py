@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
+    cohere,
     gemma,
     gpt2,
     gpt_neox,
@@ -18,6 +19,7 @@ from jaxtrain.interop.families import (
     phi3,
     qwen,
     resnet,
+    stablelm,
     starcoder2,
     t5,
     vit,
@@ -31,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
         gpt_oss.FAMILY,
+        *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
     )
 }
 
