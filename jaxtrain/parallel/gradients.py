@@ -197,9 +197,7 @@ def compute_gradients(loss: LossFunction, arguments: Arguments, plan: Accumulati
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     run = partial(_automatic, loss, plan)
     if plan.on_shards and plan.layout.mesh.shape["data"] > 1 and not jax.tree.leaves(arguments.model_state):
-        by_shard = jax.jit(partial(_on_shards, loss, plan), inline=True)
-        # What prints (jax.debug.print) does not lower where data alone is manual (jax 0.10.2).
-        run = run if by_shard.trace(arguments).jaxpr.effects else by_shard
+        run = partial(_on_shards, loss, plan)
     total, model_state, (loss_sum, weight, metrics) = run(arguments)
     # The sums become the average over the global batch.
     total = jax.tree.map(lambda t: t / divisor(weight), total)
