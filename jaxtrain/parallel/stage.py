@@ -186,7 +186,7 @@ def empty_carry(stage: Stage) -> Tree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ConfigError(
-                f"what embed gives holds {leaf.dtype} at {path_name(path) or 'its top'}; stages pass floats only: "
+                f"embed returns {leaf.dtype} at {path_name(path) or 'its top'}, but stages pass floats only: "
                 "take it from the inputs, which every block gets"
             )
     return _zeros(carry)

@@ -120,11 +120,12 @@ PAIRS = dict(
     relative_buckets=8, relative_max_distance=16,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, experts_per_token=1, load_balance_weight=0.5, router_z_weight=0.0)
+SHARED = dict(scores="sigmoid", score_bias=True, weights_scale=1.5, shared_dim=8)
 
 CASES = {
     "biased experts": Case(
         dict(
-            DECODER, experts={**EXPERTS, "experts_per_token": 2}, bias=True, activation="clamped_swiglu",
+            DECODER, experts={**EXPERTS, "experts_per_token": 2, **SHARED}, bias=True, activation="clamped_swiglu",
             attention_sinks=True, local_layers=dict(pattern=(1, 0), window=7),
         ),
         plain_rows,
