@@ -174,7 +174,7 @@ class ExpertsConfig(Group):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What the router makes of its logits: a probability among all experts, or each one's sigmoid (DeepSeek V3)."""
     score_bias: bool = False
-    """Add a bias per expert to the scores by which experts are chosen, which training keeps as it is (DeepSeek V3)."""
+    """Add a bias per expert to the scores by which experts are chosen, which no gradient moves (DeepSeek V3)."""
     normalize_weights: bool | None = None
     """Let the weights of a token's experts sum to 1; null: with several experts per token."""
     weights_scale: Positive = 1.0
