@@ -386,6 +386,9 @@ class TransformerConfig(_Blocks):
             and self.activation not in ("gelu", "swiglu", "clamped_swiglu"),
             "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
+            "output_bias is of an output layer, and this head has a bias of its own, head.bias; leave it out": (
+                self.output_bias and self.head_kind == "masked_language_model"
+            ),
             "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
             "sliding_window applies to all layers, local_layers to some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
