@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.base import Call
 from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
-from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
+from jaxtrain.config.model import CalledModel, CLIPConfig, TransformerConfig, published_from
 from jaxtrain.config.schema import Config, FinetuneConfig, LossConfig
 from jaxtrain.errors import ConfigError
 
@@ -107,6 +107,8 @@ def gives_tokens(config: Config) -> bool:
 def _wrong_model(config: Config) -> Iterator[str]:
     """Why a transformer sees its targets, or gives outputs that the task does not take."""
     model, task = config.model, config.task
+    if isinstance(model, CLIPConfig) != (task == "contrastive") and not isinstance(model, CalledModel):
+        yield f"task={task} with model.kind={model.kind}; task=contrastive and model.kind=clip go together"
     if not isinstance(model, TransformerConfig) or isinstance(task, Call):
         return
     if not model.causal and task in ("language_modeling", "dpo"):

@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 

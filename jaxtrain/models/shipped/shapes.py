@@ -6,11 +6,12 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.config.model import (
     GATED,
+    CLIPConfig,
     EncoderDecoderConfig,
     HeadConfig,
     MLPConfig,
@@ -226,6 +227,8 @@ def model_tensors(
             num_classes = config.num_classes or num_outputs
             assert num_classes is not None
             return _tensors(_vit(config, input_shape, num_classes), stack="blocks")
+        case CLIPConfig():
+            return _tensors(_clip(config), sides=("image/blocks", "text/blocks"))
         case _:
             assert isinstance(config, MLPConfig)
             assert num_outputs is not None
@@ -322,12 +325,29 @@ def head_rows(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None
 def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Rows:
     image_size, channels = image_sizes(config, input_shape)
     width, blocks = config.embed_dim, config.blocks(image_size)
-    rows = _linear("patches", patch_shape(config, channels))
+    rows = _linear("patches", patch_shape(config, channels), bias=config.outer_bias)
+    if config.embedding_norm:
+        rows |= _norm("embedding_norm", blocks)
     if config.pooling == "first":
         rows["class_token"] = ((width,), ("embed",))
     rows["positions"] = ((blocks.max_sequence_length, width), (None, "embed"))
     head = head_rows(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
     return rows | _stack(blocks) | head
+
+
+def clip_image(config: CLIPConfig) -> tuple[int, int, int]:
+    """Height, width and channels of the images that a CLIP takes."""
+    return config.image.image_size, config.image.image_size, config.image.channels
+
+
+def _clip(config: CLIPConfig) -> Rows:
+    """Two encoders, and the logarithm of what multiplies their similarities."""
+    sides = {
+        "image": _vit(config.image_tower, clip_image(config), config.projection_dim),
+        "text": _transformer(config.text_tower, config.text.vocab_size, config.projection_dim),
+    }
+    rows = {f"{side}/{path}": row for side, rows in sides.items() for path, row in rows.items()}
+    return rows | {"logit_scale": ((), None)}
 
 
 def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Rows:
@@ -374,7 +394,7 @@ def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:
     return _tensors(rows, model_state=state)
 
 
-OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)
+OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig, CLIPConfig)
 """Configs of models of transformer blocks."""
 
 
@@ -447,8 +467,21 @@ def structure_of(
             entry = (OuterLayer("patches/kernel", inputs, width, patches),)
             head = _head_layers(config.head, width, config.num_classes or num_outputs, tokens)
             return Structure((Stack("blocks", config.blocks(image_size), tokens),), entry, head, None)
+        case CLIPConfig():
+            towers = {
+                "image": structure_of(config.image_tower, input_shape=clip_image(config), **_NO_DATA),
+                "text": structure_of(config.text_tower, input_shape=(config.text.max_sequence_length,), **_NO_DATA),
+            }
+            parts: dict[str, list[Any]] = {}
+            for (side, tower), name in itertools.product(towers.items(), ("stacks", "entry", "head")):
+                moved = (replace(one, path=f"{side}/{one.path}") for one in getattr(tower, name))
+                parts.setdefault(name, []).extend(moved)
+            return Structure(*(tuple(parts[name]) for name in ("stacks", "entry", "head")), None)
         case _:
             return None
+
+
+_NO_DATA = dict(vocab_size=None, num_outputs=None)
 
 
 def _vocabulary_layer(config: TransformerConfig | EncoderDecoderConfig, vocab_size: int, positions: int) -> OuterLayer:
