@@ -101,3 +101,8 @@ def test_what_does_not_fit_is_refused():
         check_kinds(config)
     with pytest.raises(ConfigError, match="image_size 5 is not a multiple of patch_size 2"):
         load_config({"model": {**SMALL, "image": dict(TOWER, patch_size=2, image_size=5)}})
+
+
+def test_a_size_gives_the_keys_of_a_tower_that_are_not_set():
+    model = load_config({"model": {"kind": "clip", "size": "clip_vit_l14", "text": {"num_layers": 2}}}).config.model
+    assert (model.text.num_layers, model.text.embed_dim, model.image.num_layers) == (2, 768, 24)

@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
+    clip,
     gemma,
     gpt2,
     gpt_neox,
@@ -30,7 +31,7 @@ FAMILIES: dict[str, Family] = {
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
         *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
-        gpt_oss.FAMILY,
+        *(gpt_oss.FAMILY, clip.FAMILY),
     )
 }
 

@@ -91,11 +91,12 @@ class Transform:
 
     def view(self, tensor: "np.ndarray") -> "np.ndarray":
         """Returns their tensor, C-contiguous, as a view with the dimensions of `fine`; writing to it writes theirs."""
-        block = tensor[tuple(slice(at, at + size) for at, size in zip(self.start, self.block, strict=True))]
+        # The dots keep an array of a tensor without dimensions.
+        block = tensor[(*(slice(at, at + size) for at, size in zip(self.start, self.block, strict=True)), ...)]
         # Splitting a dimension needs no copy, whatever the strides are.
         block = block.reshape([size for split in self.splits for size in split])
         picked = dict(self.picks)
-        block = block[tuple(picked.get(at, slice(None)) for at in range(block.ndim))]
+        block = block[(*(picked.get(at, slice(None)) for at in range(block.ndim)), ...)]
         return block.transpose(self.order)
 
     def read(self, tensor: "np.ndarray", index: Sequence[slice]) -> "np.ndarray":
