@@ -42,7 +42,7 @@ def _help(group: str = "") -> str:
         f"usage: jaxtrain {group or 'COMMAND '}...\n\n"
         "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.\n\n"
         f"commands:\n{listed}\n\n"
-        "options everywhere:\n  --help     what a command takes\n  --debug    show the traceback of an error\n"
+        "options everywhere:\n  --help     arguments of a command\n  --debug    show the traceback of an error\n"
         "  --version  print the version\n\n"
         f"example: jaxtrain {COMMANDS[names[0]].parser.example}"
     )
@@ -97,14 +97,14 @@ def _take_unknown(parser: Parser, arguments: argparse.Namespace, word: str) -> N
     if close:
         parser.error(f"no option {option}, did you mean {close[0]}?")
     if not option.startswith("-"):
-        parser.error(f"{word!r} is one word too many")
+        parser.error(f"unexpected argument {word!r}")
     if "overrides" not in arguments or not option.startswith("--"):
         parser.error(f"no option {option}")
     if not equals:
         from jaxtrain.config.load import nearest_key
 
         key = option[2:] if "." in option else nearest_key(option[2:]) or option[2:]
-        parser.error(f"no option {option}, and a key of the config is written {key}=VALUE")
+        parser.error(f"no option {option}; write a config key as {key}=VALUE")
     arguments.overrides.append(word[2:])
 
 

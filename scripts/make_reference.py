@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the docstrings of the public names: one index, one page per group. Imports no jax.
+"""Write docs/reference/ from docstrings: an index and the public names by group, and the keys of a config. No jax here.
 
 python scripts/make_reference.py
 
@@ -10,9 +10,15 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import BaseModel
+
+from jaxtrain.config.errors import inner_members, members, walk
+from jaxtrain.config.load import value_text
+from jaxtrain.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -21,7 +27,6 @@ FOLDER = ROOT / "docs" / "reference"
 GROUPS = (
     ("jaxtrain.errors", "errors"),
     ("jaxtrain.data", "data"),
-    ("jaxtrain.models.task", "tasks"),
     ("jaxtrain.models.task", "tasks"),
     ("jaxtrain.models.preferences", "tasks"),
     ("jaxtrain.ops", "tasks"),
@@ -278,6 +283,34 @@ def section(entry: Entry) -> str:
     return "\n\n".join(text)
 
 
+def config_sections(group: type[BaseModel], path: str, kind: str, seen: set[type[BaseModel]]) -> Iterator[str]:
+    """A group of settings as a table in Markdown, then each group inside it that is not among those seen."""
+    seen.add(group)
+    prefix = f"{path}." if path else ""
+    title = "Keys outside the groups" if not path else path + (f".kind={kind}" if kind else "")
+    lines = [f"##{'#' * path.count('.')} {title}", ""]
+    if path:
+        lines += [_cell((group.__doc__ or "").partition("\n\n")[0]), ""]
+    lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    for key in walk(group, {}, prefix):
+        # The title says the kind, and the groups inside follow.
+        if (kind and key.path == f"{prefix}kind") or "." in key.path.removeprefix(prefix):
+            continue
+        default = key.default if key.default == "(required)" else value_text(key.default)
+        lines.append(f"| `{key.path}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.doc)} |")
+    yield "\n".join(lines)
+    for name, field in group.model_fields.items():
+        for inner_kind, inner in (members(field.annotation) | inner_members(field.annotation)).items():
+            if inner not in seen:
+                yield from config_sections(inner, f"{prefix}{name}", inner_kind, seen)
+
+
+def _cell(text: str) -> str:
+    """Plain text in Markdown, with links to the pages that it names."""
+    text = re.sub(r"([|*<\[\]])", r"\\\1", " ".join(text.split())).replace(" \\| ", ", ")
+    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text)
+
+
 def pages() -> Mapping[str, str]:
     """File name -> content of every page."""
     found = entries()
@@ -294,6 +327,12 @@ def pages() -> Mapping[str, str]:
         table = [f"| [{one.name}]({group}.md#{one.name.lower()}) | {one.summary.replace('|', '/')} |" for one in own]
         index.append(f"## {title}\n\n| name | what it is |\n|---|---|\n" + "\n".join(table))
         written[f"{group}.md"] = "\n\n".join([f"# {title}", *map(section, own)]) + "\n"
+    keys = [
+        "# Config keys",
+        "The keys of a config file, and of `key=value` on the command line. A group with several kinds has a table for "
+        "each kind. `jaxtrain config NAME` prints the keys of one config with their values.",
+    ]
+    written["config.md"] = "\n\n".join([*keys, *config_sections(Config, "", "", set())]) + "\n"
     written["index.md"] = "\n\n".join(index) + "\n"
     return written
 
@@ -306,7 +345,9 @@ def main() -> None:
             path.unlink()
     for name, text in made.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
-    sys.stdout.write(f"{len(entries())} names on {len(made)} pages in {FOLDER.relative_to(ROOT)}\n")
+    sys.stdout.write(
+        f"{len(entries())} names and the keys of a config on {len(made)} pages in {FOLDER.relative_to(ROOT)}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ LONG = (
     ("pretrained.md", ""),
     ("precision.md", "quantize("),
     ("preferences.md", "jt.dpo("),
+    ("runs.md", "rate"),
     ("runs.md", "run.plot("),
     ("runs.md", "run.predict("),
     ("start.md", "from_nnx("),
@@ -244,10 +245,26 @@ def callbacks_after(names: Names) -> None:
     assert result.step % 10 == 0, "it stops at an evaluation"
 
 
+def folds_after(names: Names) -> None:
+    """As printed: each row is held out once."""
+    assert sorted(np.concatenate(names["folds"])) == list(range(500))
+    assert np.mean(names["scores"]) == pytest.approx(0.97, abs=0.01)
+
+
+def two_runs_after(names: Names) -> None:
+    losses = [jt.open_run(f"runs/rate-{rate}").metrics["eval_loss"] for rate in (0.001, 0.01)]
+    assert losses == pytest.approx([0.118, 0.060], abs=0.02)
+
+
+def renamed_columns_after(names: Names) -> None:
+    assert jt.open_data({"kind": "chat", "path": "chats.parquet", "sequence_length": 64}).counts["conversations"] == 40
+
+
 def histograms_after(names: Names) -> None:
     rows = [json.loads(line) for line in Path("runs/histograms/metrics.jsonl").read_text().splitlines()]
     found = {name: value for row in rows for name, value in row.items()}
     assert sum(found["weights"]["counts"]) == 8
+    assert sum(found["gradients/w"]["counts"]) == 8
     assert found["picture"]["png"]
 
 
@@ -335,6 +352,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("checkpoints.md", "runs/pretrained"): (another_run_before, another_run_after),
     ("checkpoints.md", "params=params"): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
+    ("data.md", "rename_columns("): (given_nothing, renamed_columns_after),
     ("engine.md", "jt.Engine("): (given_nothing, engine_after),
     ("finetuning.md", "fit("): (finetuning_before, finetuning_after),
     ("finetuning.md", "merge_adapters("): (finetuning_before, adapting_after),
@@ -354,9 +372,11 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("predict.md", "predict_file("): (flowers_before, flowers_after),
     ("preferences.md", "jt.dpo("): (given_nothing, preferences_after),
     ("precision.md", "quantize("): (precision_before, precision_after),
+    ("training.md", "folds"): (given_nothing, folds_after),
     ("training.md", "from_nnx("): (given_nothing, fit_after),
     ("training.md", "EarlyStopping("): (given_nothing, callbacks_after),
     ("trackers.md", "moment.log("): (given_nothing, histograms_after),
+    ("runs.md", "rate"): (given_nothing, two_runs_after),
     ("runs.md", "run.plot("): (given_nothing, opened_run_after),
     ("runs.md", "run.predict("): (given_nothing, predictions_after),
 }

@@ -104,3 +104,24 @@ def test_the_first_notebook_shows_one_bar_and_nothing_in_red(site: Path) -> None
     said = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
     # A run of 200 steps on the digits is right on more than nine of ten held-out rows.
     assert float(said.rpartition("rows, ")[2].split("%")[0]) > 90
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stems", "page"),
+    [
+        ("freez layer", "optimizers"),
+        ("memori", "memory"),  # "out" and "of" are stop words
+        ("learn rate schedul", "optimizers"),
+        ("resum", "checkpoints"),
+        ("huggingfac", "pretrained"),
+    ],
+)
+def test_search_finds_the_page(stems: str, page: str, site: Path) -> None:
+    """The index keeps the stems of the words of texts and of titles, each with one page or a list of pages."""
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    number = index["docnames"].index(page)
+    for stem in stems.split():
+        found = [index[table].get(stem, []) for table in ("terms", "titleterms")]
+        assert any(number == one or (isinstance(one, list) and number in one) for one in found), stem

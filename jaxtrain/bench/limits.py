@@ -91,7 +91,7 @@ def measure_limits() -> Limits:
         has_units &= float(getattr(device, "compute_capability", None) or 99) >= _SINCE.get(name, 0.0)
         matmul[name] = _matmul_rate(name, device) if has_units else None
         if not has_units:
-            reasons[f"matmul.{name}"] = f"no units for it on a {device.device_kind}"
+            reasons[f"matmul.{name}"] = f"a {device.device_kind} has no units for it"
     all_reduce = _all_reduce_rate() if jax.device_count() > 1 else None
     if all_reduce is None:
         reasons["all_reduce"] = "one device"

@@ -106,7 +106,7 @@ def measure(
         answer["limits"] = dataclasses.asdict(limits)
         reasons |= {f"limits.{what}": why for what, why in answer["limits"].pop("reasons").items()}
     if own_functions(config) or not has_blocks(config, step):
-        reasons.setdefault("blocks", "only those of a transformer of tokens with its usual head and loss are timed")
+        reasons.setdefault("blocks", "only a token transformer with the default head and loss has timed blocks")
     elif "blocks" not in skip and limits is not None:
         with phase("timing blocks"):
             timed = time_blocks(config, workload, step, limits)
@@ -168,7 +168,7 @@ def start_seconds(
                         raise NoStepError(f"no step within {_START_LIMIT_SECONDS:.0f} s")
                     if process.poll() is not None and not metrics.exists():
                         said = log.read_text(errors="replace").strip().splitlines()
-                        raise NoStepError(said[-1] if said else f"it ended with {process.returncode}")
+                        raise NoStepError(said[-1] if said else f"it ended with exit code {process.returncode}")
                     time.sleep(0.005)
                 seconds = time.monotonic() - began
             finally:
@@ -183,7 +183,7 @@ def _start(
     """Time a start with an empty cache, and then one with the programs that the first wrote there."""
     if detect_cluster() is not None:
         # A run that is timed here would join the others, in place of this process.
-        reasons["start"] = "the start of one process among several is not timed; run bench in a process alone"
+        reasons["start"] = "the start of one of several processes is not timed; run bench in a single process"
         return None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         try:

@@ -349,7 +349,7 @@ class Checkpointer:
 
         found = from_process_0(look if is_process_0() else lambda: 0)
         if found < 0:
-            raise failure or SaveError(f"cannot save checkpoint {path}: process 0 cannot")
+            raise failure or SaveError(f"cannot save checkpoint {path}: process 0 failed")
         return bool(found)
 
     @contextlib.contextmanager
@@ -385,7 +385,7 @@ class Checkpointer:
             directory.go_back(self.directory, after=after, step=step)
         if path.exists():
             moved = directory.set_aside(self.directory, step, reason="foreign")
-            self._report(f"{path} is not a checkpoint of jaxtrain: it is renamed to {moved.name}")
+            self._report(f"{path} is not a checkpoint of jaxtrain: renamed to {moved.name}")
         return True
 
     def _read(self, step: int, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:

@@ -220,8 +220,8 @@ def settle(directory: Place, report: Callable[[str], None]) -> None:
         abandoned = list_steps(folder)
         (directory / NOTE).unlink(missing_ok=True)
     report(
-        f"step {noted.step} was saved after going back: the abandoned {', '.join(map(str, abandoned))} of "
-        f"{directory} moved to {folder.name}, which is kept until you delete it"
+        f"step {noted.step} was saved after going back: the abandoned steps {', '.join(map(str, abandoned))} of "
+        f"{directory} were moved to {folder.name}, which is kept until you delete it"
     )
 
 

@@ -33,7 +33,7 @@ class Mirror:
         place, here = (str(one.resolve() if isinstance(one, Path) else one) for one in (folder, source))
         # The second is that of `checkpoint.mirror=runs`: copies beside run.json go with the run's directory.
         if f"{place}/".startswith(f"{here}/") or place == str(source.parent):
-            raise ConfigError(f"checkpoint.mirror: {folder} is where {source} is; name a folder on another disk")
+            raise ConfigError(f"checkpoint.mirror: {folder} overlaps {source}; use a folder on another disk")
 
     def check_owner(self) -> None:
         """Raise a ConfigError where the folder holds the copies of another run."""
@@ -44,7 +44,7 @@ class Mirror:
         if owner != str(self._source):
             raise ConfigError(
                 f"checkpoint.mirror: {self.folder} holds the copies of {owner}, not of {self._source}; name another "
-                f"folder, or delete {self.folder / _OWNER} if both are one run"
+                f"folder, or delete {self.folder / _OWNER} if both are the same run"
             )
 
     def steps(self) -> list[int]:
@@ -104,7 +104,7 @@ class Mirror:
         for name, digest in digests.items():
             with (partial / name).open("rb") as read:
                 if self._digest(read, len) != digest:
-                    raise OSError(f"{partial / name} reads other than it was written")
+                    raise OSError(f"{partial / name} does not read back as written")
         if isinstance(place, RemotePath):
             (place / COMMIT_FILE).write_bytes(b"copied by jaxtrain")
         else:

@@ -154,7 +154,7 @@ def take(folder: Place, run_dir: Path, *, name: str, takes_over: bool) -> tuple[
             (run_dir / NOTE).unlink(missing_ok=True)
         reason = error.strerror or str(error)
         if isinstance(error, FileNotFoundError) and isinstance(folder, places.RemotePath):
-            reason = f"there is no bucket {folder.bucket}, or it is not yours; make it, or name another"
+            reason = f"bucket {folder.bucket} does not exist, or is not yours; create it, or use another"
         raise ConfigError(f"checkpoint.directory: {folder} cannot be used: {reason}") from error
     return Owner(folder, marker), None if whose is None else f"{folder} is taken over from {whose}"
 
@@ -172,8 +172,8 @@ def _text(marker: dict[str, str]) -> str:
 
 def _refused(folder: Place, whose: str) -> ConfigError:
     return ConfigError(
-        f"checkpoint.directory: {folder} holds the checkpoints of {whose}; name another folder, go on with that run in "
-        f"this directory with --resume must, or delete {folder / MARKER} if that run is over and has none"
+        f"checkpoint.directory: {folder} holds the checkpoints of {whose}; use another folder, resume that run in "
+        f"this directory with --resume must, or delete {folder / MARKER} if that run has ended and has no checkpoints"
     )
 
 

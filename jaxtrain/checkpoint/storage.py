@@ -273,7 +273,7 @@ def _altered(info: CheckpointInfo, names: Any, arrays: Mapping[str, Any]) -> str
 
 def _not_as_saved(info: CheckpointInfo, name: str | None) -> DamagedError:
     what = "an array on another process" if name is None else shown_name(name)
-    return DamagedError(f"checkpoint {info.path} is damaged: {what} of step {info.step} is not what was saved")
+    return DamagedError(f"checkpoint {info.path} is damaged: {what} of step {info.step} differs from what was saved")
 
 
 def _specification(leaf: Any, info: CheckpointInfo, name: str) -> Any:

@@ -104,11 +104,11 @@ def difference(saved: Leaves, wanted: Leaves) -> tuple[set[str], str]:
     found: dict[str, str] = {}
     for path in [*wanted, *(path for path in saved if path not in wanted)]:
         if path not in saved:
-            found[path] = f"{shown_name(path)} is not there ({_text(wanted[path])} here)"
+            found[path] = f"{shown_name(path)} is not saved ({_text(wanted[path])} is wanted)"
         elif path not in wanted:
-            found[path] = f"{shown_name(path)} is {_text(saved[path])} there and not here"
+            found[path] = f"{shown_name(path)} is saved as {_text(saved[path])} and not wanted"
         elif (tuple(saved[path][0]), saved[path][1]) != (tuple(wanted[path][0]), wanted[path][1]):
-            found[path] = f"{shown_name(path)} is {_text(saved[path])} there, {_text(wanted[path])} here"
+            found[path] = f"{shown_name(path)} is saved as {_text(saved[path])}, {_text(wanted[path])} is wanted"
     total = len(set(saved) | set(wanted))
     phrase = f"{len(found)} of {total} arrays differ, first {'; '.join(list(found.values())[:2])}"
     return {path.partition(".")[0] for path in found}, phrase

@@ -44,11 +44,11 @@ class Retention:
         return kept
 
     def _best(self, marks: Mapping[int, tuple[float | None, float | None]]) -> set[int]:
-        """The best step, by the scores where there are any, else by the losses."""
-        by_score = any(score is not None for _, score in marks.values())
-        losses = {step: score if by_score else loss for step, (loss, score) in marks.items()}
-        scored = [(loss, step) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-        return {min(scored)[1]} if scored else set()
+        """The step of the best score, and that of the lowest loss among steps without one (before early stopping)."""
+        scores = [(score, step) for step, (_, score) in marks.items() if score is not None]
+        losses = [(loss, step) for step, (loss, score) in marks.items() if score is None and loss is not None]
+        finite = ([(value, step) for value, step in values if math.isfinite(value)] for values in (scores, losses))
+        return {min(values)[1] for values in finite if values}
 
 
 def _recorded(folder: Place, step: int) -> tuple[float | None, float | None]:
@@ -113,7 +113,7 @@ class Upkeep:
                 done, moved_at = self._done(), monotonic()
             elif monotonic() - moved_at > _PATIENCE_SECONDS:
                 self._is_left = True
-                self._lines.append(f"a checkpoint of {self._folder} is left unverified or without a copy: no progress")
+                self._lines.append(f"a checkpoint of {self._folder} was not verified or not copied: no progress")
         self.look()
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ class Upkeep:
                 if places.is_complete(self._folder / str(step)):  # it was not deleted meanwhile
                     self._damaged[step] = str(error)
             except Exception as error:  # the step stays unverified, and older ones stay
-                self._lines.append(f"step {step} cannot be looked after: {error}")
+                self._lines.append(f"step {step} cannot be verified or copied: {error}")
 
     def _care_for(self, step: int) -> None:
         places.sync_folder(self._folder / str(step))
@@ -168,11 +168,11 @@ class Upkeep:
     def _copy(self, mirror: Mirror, step: int) -> None:
         try:
             mirror.copy(step, keep=self._retention.kept)
-            failed, line = False, f"step {step} has a copy in {mirror.folder}: it can be written again"
+            failed, line = False, f"step {step} was copied to {mirror.folder}: it can be written again"
         except (OSError, CheckpointError, ConfigError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             failed = True
-            line = f"step {step} has no copy in {mirror.folder}: {reason}; training goes on, the next save tries again"
+            line = f"step {step} was not copied to {mirror.folder}: {reason}; the next save tries again"
         if failed != self._mirror_fails:
             self._lines.append(line)
         self._mirror_fails = failed

@@ -41,7 +41,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         for path in paths:
             path.touch()  # before the measurements, which take minutes: a file that cannot be written is found here
     except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another place") from None
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another path") from None
     with own_code(loaded.config), Progress() as progress:
         name, overrides, emulate = arguments.config, arguments.overrides, arguments.emulate
         answer = measure(loaded, name, overrides, emulate=emulate, skip=skip, phase=progress.phase)
@@ -82,7 +82,7 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
             ("model FLOPs per device", _shown(step["flops_per_second_per_device"], 1e9, ",.1f", "GFLOP/s")),
             ("share of the published peak (MFU)", _shown(step["model_flops_utilization"], 0.01, ".1f", "%")),
             ("share of the measured matmul rate", _shown(step["share_of_measured_matmul"], 0.01, ".1f", "%")),
-            ("host time per step besides the program", f"{step['host_seconds'] * 1e3:.2f} ms"),
+            ("host time per step outside the program", f"{step['host_seconds'] * 1e3:.2f} ms"),
             ("memory planned by the compiler", _shown(step["planned_bytes"], 2**20, ",.1f", "MiB")),
             ("peak memory of the device", _shown(step["device_peak_bytes"], 2**20, ",.1f", "MiB")),
             ("peak memory of the process", _shown(step["process_peak_bytes"], 2**20, ",.1f", "MiB")),

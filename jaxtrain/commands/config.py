@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         first_lines = {
             name: find_config(name).read_text(encoding="utf-8").partition("\n")[0] for name in shipped_configs()
         }
-        print_table(("name", "what it is"), [(name, line.lstrip("# ")) for name, line in first_lines.items()])
+        print_table(("name", "description"), [(name, line.lstrip("# ")) for name, line in first_lines.items()])
     else:
         loaded = _load(config, arguments)
         if arguments.yaml:
@@ -65,7 +65,7 @@ def _keys(loaded: Loaded, only: str | None) -> list[DescribedKey]:
         keys = [key for key in keys if f"{key.path}.".startswith(f"{only.rstrip('.')}.")]
         if not keys:
             close = nearest_key(only, loaded.config)
-            raise ConfigError(f"--only {only}: no key begins with it" + (f"; did you mean {close!r}?" if close else ""))
+            raise ConfigError(f"--only {only}: no key starts with it" + (f"; did you mean {close!r}?" if close else ""))
     return keys
 
 
@@ -97,9 +97,9 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
         logical = "(not in the table)" if axes is None else ", ".join(axis or "-" for axis in axes)
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         rows.append((name, shape, logical, _mesh_axes(leaf.sharding.spec), format_bytes(each)))
-    print_table(("parameter", "shape", "logical axes", "mesh axes", "a device"), rows)
+    print_table(("parameter", "shape", "logical axes", "mesh axes", "per device"), rows)
     mesh = " ".join(f"{axis}={size}" for axis, size in sharded_model.mesh.shape.items() if size > 1) or "one device"
-    print_text(f"\n{format_count(total)} parameters ({total:,}) on {mesh}: {format_bytes(held)} a device")
+    print_text(f"\n{format_count(total)} parameters ({total:,}) on {mesh}: {format_bytes(held)} per device")
 
 
 def _mesh_axes(spec: Any) -> str:

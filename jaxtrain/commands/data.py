@@ -84,7 +84,7 @@ def _print_rows(rows: Sequence[Mapping[str, Any]], total: int) -> None:
         parts = row["parts"]
         trained, places = (sum(part[name] for part in parts) for name in ("trained", "places"))
         whole = row["length"] * (2 if parts[-1]["name"] == "rejected" else 1)
-        counts = f"{whole:,} places, {whole - places:,} unused, {trained:,} with a loss"
+        counts = f"{whole:,} positions, {whole - places:,} unused, {trained:,} with a loss"
         lines.append(Text(f"\nrow {row['number']} of {total:,}: {counts}", "bold"))
         for part in parts:
             lines.append(Text(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss", "cyan"))

@@ -141,7 +141,7 @@ def launch(arguments: argparse.Namespace) -> int:
     """Run a verb or a program in several processes on this machine; its exit code."""
     words, inner, restarts = arguments.command, arguments.inner, arguments.restarts
     if restarts and inner is not None and (words[0] != "train" or inner.restarts):
-        raise ConfigError("--restarts before '--' goes with programs of your own, and with train without --restarts")
+        raise ConfigError("--restarts before '--' is for your own programs, and for train without --restarts")
     started: dict[str, Any] = {"program": (), "emulate": arguments.emulate}
     if inner is not None:
         run_dir = folder_of(load_config(inner.config, overrides=inner.overrides), inner.run_dir) if restarts else None

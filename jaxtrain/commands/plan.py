@@ -238,7 +238,7 @@ def _write_config(best: Estimate | None, path: Path, loaded: Loaded) -> None:
         raise ConfigError(f"--config {path}: no plan fits, so there is no config to write")
     if best.config.optimizer.schedule != loaded.config.optimizer.schedule:
         steps = best.config.train.steps
-        print_remark(f"train.steps={steps}: the lengths of optimizer.schedule are in proportion to it")
+        print_remark(f"optimizer.schedule was scaled to train.steps={steps}")
     header = f"# {loaded.name}, planned for {best.target.name}: {describe_layout(best.config)}\n"
     with writes("--config"):
         path.write_text(header + to_yaml(best.config.model_dump(mode="json")), encoding="utf-8")

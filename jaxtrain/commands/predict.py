@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print or write the predictions for the rows of a file, in its order; all of them, or nothing."""
     out = None if arguments.out is None else local_path(arguments.out, what="--out").expanduser()
     if out is not None and (out.suffix not in (".csv", ".jsonl") or out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--out {out}: name a file .csv or .jsonl, by the format, in a folder that is there")
+        raise ConfigError(f"--out {out}: give a .csv or .jsonl file in a folder that exists")
     distributed.start(emulate=arguments.emulate)
     main, how = distributed.is_main_process(), {"batch_size": arguments.batch, "probabilities": arguments.probabilities}
     with Progress(process_index=0 if main else 1) as progress, progress.phase("predicting") as phase:

@@ -32,7 +32,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         unused, made = ("batch", "merge", "step"), "a copy of a published model"
     for name in unused:
         if getattr(arguments, name) not in (None, False):
-            raise ConfigError(f"--{name.replace('_', '-')} has no use for {made}; leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')} does not apply to {made}; leave it out")
     distributed.start(emulate=arguments.emulate, compilation_cache=None)
     weights = {"dtype": arguments.dtype, "base": arguments.base, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":

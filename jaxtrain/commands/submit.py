@@ -20,37 +20,37 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "config", "overrides")
     add = parser.add_argument
     add("--nodes", type=process_count, default=1, metavar="N", help="number of nodes; default: 1")
-    add("--gpus-per-node", metavar="N", help="GPUs of each node, as 8 or a100:8; default: none")
-    add("--tasks-per-node", type=process_count, default=1, metavar="N", help="processes of each node; default: 1")
-    add("--cpus-per-task", type=process_count, metavar="N", help="CPU cores of each process")
-    add("--mem", metavar="SIZE", help="memory of each node, as 64G; 0: all of it")
-    add("--time", metavar="TIME", help="limit of the job: 90 (minutes), 12:00:00 or 2-0 (days-hours)")
-    add("--partition", metavar="NAME", help="partition; default: the cluster's")
-    add("--account", metavar="NAME", help="account that pays")
+    add("--gpus-per-node", metavar="N", help="GPUs per node, as in 8 or a100:8; default: none")
+    add("--tasks-per-node", type=process_count, default=1, metavar="N", help="processes per node; default: 1")
+    add("--cpus-per-task", type=process_count, metavar="N", help="CPU cores per process")
+    add("--mem", metavar="SIZE", help="memory per node, as in 64G; 0: all of it")
+    add("--time", metavar="TIME", help="time limit of the job: 90 (minutes), 12:00:00 or 2-0 (days-hours)")
+    add("--partition", metavar="NAME", help="partition; default: the cluster's default")
+    add("--account", metavar="NAME", help="account to charge")
     add("--qos", metavar="NAME", help="quality of service")
     add("--constraint", metavar="FEATURE", help="features that the nodes must have")
-    add("--job-name", dest="name", metavar="NAME", help="default: the name of the config")
-    add("--output", metavar="FILE", help="what the job prints; default: NAME-%%j.out, %%j being its number")
-    add("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
-    add("--signal", choices=SIGNALS, default="TERM", help="what warns the processes before the limit; default: TERM")
-    add("--warning-seconds", type=count, default=120, metavar="S", help="how long before the limit; default: 120")
-    add("--max-restarts", type=step_number, default=10, metavar="N", help="starts after the first; default: 10")
+    add("--job-name", dest="name", metavar="NAME", help="name of the job; default: the config's name")
+    add("--output", metavar="FILE", help="file for the job's output; default: NAME-%%j.out (%%j: job id)")
+    add("--run-dir", metavar="DIR", help="run directory; default: runs/<name>, or CONFIG if a run")
+    add("--signal", choices=SIGNALS, default="TERM", help="signal sent before the time limit; default: TERM")
+    add("--warning-seconds", type=count, default=120, metavar="S", help="seconds from signal to limit; default: 120")
+    add("--max-restarts", type=step_number, default=10, metavar="N", help="maximum number of restarts; default: 10")
     add(
         "--restart-at",
         type=lambda text: tuple(map(step_number, text.split(","))),
         default=RESTARTED,
         metavar="CODES",
-        help="exit codes after which the job starts again; default: 70,75 (137: a process was killed)",
+        help="exit codes that restart the job; default: 70,75 (137: a process was killed)",
     )
-    add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures: saves by Young's formula")
-    add("--save-seconds", type=float, metavar="S", help="what a save costs; default: as measured in the run directory")
+    add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; sets the save interval")
+    add("--save-seconds", type=float, metavar="S", help="seconds per save; default: as measured in the run directory")
     add_each = functools.partial(add, action="append", default=[])
-    add_each("--setup", metavar="LINE", help="shell before the command, as 'source .venv/bin/activate'")
-    add_each("--sbatch", metavar="OPTION", help="one more, as --sbatch=--exclusive")
-    add_each("--srun", metavar="OPTION", help="one more, as --srun=--mpi=none")
+    add_each("--setup", metavar="LINE", help="shell line to run first, as in 'source .venv/bin/activate'; may repeat")
+    add_each("--sbatch", metavar="OPTION", help="extra sbatch option, as in --sbatch=--exclusive; may repeat")
+    add_each("--srun", metavar="OPTION", help="extra srun option, as in --srun=--mpi=none; may repeat")
     add_shared(parser, "--emulate")
     add("-o", "--script", metavar="FILE", help="write the script to FILE; default: print it")
-    add("--run", action="store_true", help="submit the script with sbatch; prints the number of the job")
+    add("--run", action="store_true", help="submit the script with sbatch and print the job id")
 
 
 def submit_slurm(arguments: argparse.Namespace) -> int:
@@ -98,27 +98,27 @@ def kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "config", "overrides")
     add = parser.add_argument
     add("--image", required=True, metavar="IMAGE", help="container image with jaxtrain (see containers/)")
-    add("--hosts", type=process_count, metavar="N", help="machines, each with one pod; default: 1, or the slice's")
+    add("--hosts", type=process_count, metavar="N", help="hosts, one pod each; default: 1, or the slice's")
     devices = parser.add_mutually_exclusive_group()
-    devices.add_argument("--gpus", type=process_count, metavar="K", help="NVIDIA GPUs per host; default: none, on CPUs")
+    devices.add_argument("--gpus", type=process_count, metavar="K", help="NVIDIA GPUs per host; default: none (CPUs)")
     devices.add_argument(
         "--tpu", metavar="TYPE/TOPOLOGY", help="a TPU slice of Google Kubernetes Engine, as in v5e/4x4"
     )
-    add("--cpus", metavar="N", help="CPUs per host to ask for")
-    add("--memory", metavar="SIZE", help="memory per host, as in 64Gi")
-    add("--queue", metavar="QUEUE", help="local queue of Kueue that admits the run")
+    add("--cpus", metavar="N", help="CPUs per host to request")
+    add("--memory", metavar="SIZE", help="memory per host to request, as in 64Gi")
+    add("--queue", metavar="QUEUE", help="Kueue local queue to submit to")
     add("--namespace", default="default", metavar="NS", help="namespace of all objects; default: default")
     add("--name", metavar="NAME", help="name of the job; default: the config's")
     add("--grace", dest="grace_seconds", type=count, default=600, metavar="S", help="seconds to save in; default: 600")
-    add("--restarts", type=step_number, default=3, metavar="N", help="starts after a failure; default: 3")
-    add("--run-dir", metavar="DIR", help="directory of the run in the pods; default: <first volume>/<name>")
+    add("--restarts", type=step_number, default=3, metavar="N", help="maximum number of restarts; default: 3")
+    add("--run-dir", metavar="DIR", help="run directory in the pods; default: <first volume>/<name>")
     add_each = functools.partial(add, action="append", default=[])
     add_each("--volume", metavar="CLAIM:PATH", help="mount a persistent volume claim; may repeat")
     add_each("--env", metavar="NAME=VALUE", help="environment variable; may repeat")
-    add_each("--secret", metavar="SECRET", help="a Secret whose keys become variables; may repeat")
-    add("--service-account", metavar="NAME", help="an account that exists; default: one is made")
+    add_each("--secret", metavar="SECRET", help="Secret whose keys become environment variables; may repeat")
+    add("--service-account", metavar="NAME", help="existing service account; default: create one")
     add("-o", "--output", metavar="FILE", help="write the manifests to FILE; default: print them")
-    add("--run", action="store_true", help="also give them to kubectl")
+    add("--run", action="store_true", help="also apply them with kubectl")
 
 
 def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
@@ -144,8 +144,8 @@ def submit_job(arguments: argparse.Namespace, *, jobset: bool = False) -> int:
     run = kubernetes.KubernetesRun(**values)
     if not any(f"{training.run_dir}/".startswith(f"{path}/") for path in volumes):
         print_remark(
-            f"jaxtrain: the run directory {training.run_dir} lies on no volume and is lost with its pod; add --volume "
-            "CLAIM:PATH of a claim that all hosts may write to (ReadWriteMany)"
+            f"jaxtrain: the run directory {training.run_dir} is on no volume and is lost with its pod; add --volume "
+            "CLAIM:PATH with a claim that all hosts can write to (ReadWriteMany)"
         )
     kind, about = "jobset" if jobset else "job", f"-n {run.namespace}"
     header = [

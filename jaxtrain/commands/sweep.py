@@ -44,7 +44,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     loaded = [load_config(config, overrides=trial) for trial in trials]
     stores = [store for one in loaded if (store := one.config.checkpoint.directory) is not None]
     if len(set(stores)) < len(stores):
-        raise ConfigError(f"checkpoint.directory={stores[0]} would be that of several trials; leave it out")
+        raise ConfigError(f"checkpoint.directory={stores[0]} would be shared by several trials; leave it out")
     folder = run_folder(arguments.run_dir, f"{loaded[0].name}-sweep")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
@@ -77,7 +77,7 @@ def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) 
     lists = [one for one in choices.values() if isinstance(one, list)]
     is_grid = seed is None and len(lists) == len(choices)
     if num_trials is None and not is_grid:
-        raise ConfigError("values are drawn; say how many: --trials 20")
+        raise ConfigError("values are random; set their number: --trials 20")
     if is_grid:
         return [dict(zip(choices, one, strict=True)) for one in itertools.product(*lists)][:num_trials]
     generators = [random.Random(f"{seed or 0}/{index}") for index in range(num_trials or 0)]
@@ -104,7 +104,7 @@ def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
     except ValueError:
         return None
     if scale not in ("", "log") or not -math.inf < first < last < math.inf or (scale and first <= 0):
-        raise ConfigError(f"{word} is no range; write low..high, or low..high:log above 0, as in 1e-4..1e-2:log")
+        raise ConfigError(f"{word} is not a range; write low..high, or low..high:log above 0, as in 1e-4..1e-2:log")
     return low, high, scale == "log"
 
 

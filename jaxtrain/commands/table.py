@@ -1,4 +1,4 @@
-"""The verbs of the command line: a line of help, an example, the options, and the function that does the work.
+"""The verbs of the command line: a summary, an example, the options, and the function that does the work.
 
 The work is imported when it is asked for, so that `--help` answers at once. No jax here.
 """
@@ -17,7 +17,7 @@ _MOST, _MOST_PROCESSES = 10**9, 4096
 def whole(text: str, least: int, most: int) -> int:
     """Read a whole number from `least` to `most`."""
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more, and at most {most}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
     return int(text)
 
 
@@ -43,15 +43,15 @@ def tokens(text: str) -> float:
 
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "config": {"metavar": "CONFIG", "help": "a shipped name (quickstart, ...), a YAML file or a run"},
-    "overrides": {"metavar": "key=value", "nargs": "*", "help": "settings to change, as in train.steps=100"},
-    "run_dir": {"metavar": "RUN_DIR", "help": "directory of a run, as in runs/quickstart"},
+    "config": {"metavar": "CONFIG", "help": "shipped name (quickstart, ...), YAML file or run directory"},
+    "overrides": {"metavar": "key=value", "nargs": "*", "help": "config keys to set, as in train.steps=100"},
+    "run_dir": {"metavar": "RUN_DIR", "help": "run directory, as in runs/quickstart"},
     "--emulate": {"type": process_count, "metavar": "N", "help": "emulate N CPU devices"},
-    "--step": {"type": step_number, "metavar": "N", "help": "step to load; default: the newest intact one"},
+    "--step": {"type": step_number, "metavar": "N", "help": "checkpoint to load; default: the newest intact one"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--quantize": {
         "choices": ("int8", "nf4"),
-        "help": "weights of linear layers in int8, or in 4 bits (nf4); default: as they were trained",
+        "help": "quantize linear layers to int8 or to 4 bits (nf4); default: do not quantize",
     },
 }
 
@@ -116,182 +116,176 @@ def _verb(name: str, summary: str, work: str, options: str | None = None) -> Par
 
 
 def _restarts(parser: argparse.ArgumentParser, metavar: str) -> None:
-    told = f"start again after a failure, at most {metavar} times, from the newest intact checkpoint; default: 0"
-    parser.add_argument("--restarts", type=step_number, default=0, metavar=metavar, help=told)
+    about = f"restart up to {metavar} times after a failure, from the newest intact checkpoint; default: 0"
+    parser.add_argument("--restarts", type=step_number, default=0, metavar=metavar, help=about)
 
 
 def _training() -> None:
-    parser = _verb("train", "train what a config describes, or resume the run", "train.run")
+    parser = _verb("train", "train a model from a config, or resume its run", "train.run")
     parser.example = "train quickstart train.steps=100 --run-dir runs/first"
     add_shared(parser, "config", "overrides")
-    parser.add_argument("--run-dir", metavar="DIR", help="directory of the run; default: runs/<name>, or that run")
+    parser.add_argument("--run-dir", metavar="DIR", help="run directory; default: runs/<name>, or CONFIG if a run")
     parser.add_argument(
         "--resume",
         default="auto",
         choices=("auto", "must", "never"),
-        help="resume from the newest checkpoint where there is one (auto, the default), always (must), or never",
+        help="auto (default): resume if there is a checkpoint; must: fail if there is none; never: start anew",
     )
     _restarts(parser, "N")
     add_shared(parser, "--emulate")
 
-    parser = _verb("eval", "evaluate a checkpoint of a run on held-out rows", "eval.run")
+    parser = _verb("eval", "evaluate a run on held-out rows, or on lm-eval-harness tasks", "eval.run")
     parser.example = "eval runs/first evaluation.max_batches=null"
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", help="directory of a run; with --tasks also a published folder or GGUF file")
+    add("run_dir", metavar="RUN_DIR", help="run directory; with --tasks also a published model folder or GGUF file")
     add_shared(parser, "overrides")
     add(
         "--tasks",
         metavar="FILE|NAME",
-        help="tasks of lm-eval-harness in place of held-out rows, as task.yaml or arc_easy,hellaswag (extra: harness)",
+        help="evaluate on lm-eval-harness tasks, as task.yaml or arc_easy,hellaswag (extra: harness)",
     )
-    add("--limit", type=count, metavar="N", help="with --tasks: documents of each task; default: all")
-    add("--shots", type=step_number, metavar="N", help="with --tasks: examples before a question; default: the task's")
-    add("--chat", action="store_true", help="with --tasks: ask by the chat template of the run")
-    add("--batch", type=count, metavar="N", help="with --tasks: rows of a batch; default: by length")
+    add("--limit", type=count, metavar="N", help="with --tasks: documents per task; default: all")
+    add("--shots", type=step_number, metavar="N", help="with --tasks: few-shot examples; default: the task's")
+    add("--chat", action="store_true", help="with --tasks: apply the chat template")
+    add("--batch", type=count, metavar="N", help="with --tasks: batch size; default: chosen by length")
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
 
 def _use() -> None:
-    parser = _verb("sample", "continue text with a checkpoint of a run", "sample.run")
+    parser = _verb("sample", "generate text with a run or a published model", "sample.run")
     parser.example = "sample runs/first -p 'The class statement' -n 100"
     add = parser.add_argument
-    add("run_dir", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    add("run_dir", metavar="RUN|FOLDER", help="run directory, published model folder, GGUF file or adapter folder")
     prompts = parser.add_mutually_exclusive_group().add_argument
-    prompts("-p", "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; default: stdin")
-    prompts("--chat", action="append", metavar="QUESTION", help="question to answer; may be repeated")
-    add("-n", "--tokens", type=count, metavar="N", help="new tokens; default: 200, or as many as fit")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy; default: 0.8")
-    add("--top-k", type=count, metavar="K", help="only the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="only the most likely tokens that add up to P")
-    add("--min-p", type=float, metavar="P", help="only tokens of at least P times the best one")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="weaken tokens of the text; default: 1, not")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; give it several times")
-    add("--seed", type=step_number, default=0, metavar="N", help="seed of random choices; default: 0")
-    add("--stream", action="store_true", help="print text as it is written; default: where it goes to a terminal")
-    add("--special-tokens", action="store_true", help="show the special tokens that the model writes")
+    prompts("-p", "--prompt", action="append", metavar="TEXT", help="prompt; may be repeated; default: stdin")
+    prompts("--chat", action="append", metavar="QUESTION", help="chat message to answer; may be repeated")
+    add("-n", "--tokens", type=count, metavar="N", help="number of new tokens; default: 200, or as many as fit")
+    add("--temperature", type=float, default=0.8, metavar="T", help="sampling temperature, 0 for greedy; default: 0.8")
+    add("--top-k", type=count, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens of total probability P")
+    add("--min-p", type=float, metavar="P", help="leave out tokens below P times the highest probability")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="penalty for repeated tokens; default: 1")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
+    add("--seed", type=step_number, default=0, metavar="N", help="random seed; default: 0")
+    add("--stream", action="store_true", help="print text while it is generated; default: on a terminal")
+    add("--special-tokens", action="store_true", help="print special tokens too")
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
-    parser = _verb("predict", "give the classes, numbers or embeddings of the rows of a file", "predict.run")
+    parser = _verb("predict", "write a model's predictions for the rows of a file", "predict.run")
     parser.example = "predict runs/first rows.csv --out classes.csv"
     add = parser.add_argument
     add_shared(parser, "run_dir")
     add(
         "file",
         metavar="FILE",
-        help="table (.csv, .jsonl, .parquet), folder of images, or texts (.txt)",
+        help="table (.csv, .jsonl, .parquet), folder of images, or text file (.txt)",
     )
-    add("--out", metavar="FILE", help="write FILE (.csv or .jsonl); default: CSV on standard output")
-    add("--batch", type=count, metavar="N", help="the largest batch; default: a microbatch of the run")
+    add("--out", metavar="FILE", help="output file (.csv or .jsonl); default: CSV on standard output")
+    add("--batch", type=count, metavar="N", help="largest batch size; default: the run's microbatch size")
     add("--probabilities", action="store_true", help="add the probability of each class")
     add_shared(parser, "--quantize", "--step", "--emulate")
     add("--json", action="store_true", help="print one JSON object per row instead of CSV")
 
-    parser = _verb(
-        "serve", "answer the clients of OpenAI's interface over HTTP with a run or a published model", "sample.serve"
-    )
+    parser = _verb("serve", "serve a run or a published model over an OpenAI-compatible HTTP API", "sample.serve")
     parser.example = "serve runs/first --port 8000"
     add = parser.add_argument
-    add("path", metavar="RUN|FOLDER", help="a run, a published folder or GGUF file, or an adapter")
+    add("path", metavar="RUN|FOLDER", help="run directory, published model folder, GGUF file or adapter folder")
     add_shared(parser, "overrides")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine only, 127.0.0.1")
-    add("--port", type=step_number, default=8000, metavar="N", help="0: a free one; default: 8000")
-    add("--api-key-file", metavar="FILE", help="the key that clients give; default: JAXTRAIN_API_KEY (environment)")
-    add("--name", metavar="NAME", help="what clients call the model; default: the name of the folder")
-    add("--slots", type=count, default=8, metavar="N", help="answers that run at a time; default: 8")
-    add("--length", type=count, metavar="N", help="tokens of prompt and answer; default: up to 4096")
-    add("--queue", type=count, default=256, metavar="N", help="answers that may wait; default: 256")
-    add("--adapter", metavar="DIR", help="an adapter of PEFT over a published folder")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address; default: 127.0.0.1 (this machine only)")
+    add("--port", type=step_number, default=8000, metavar="N", help="port, 0 for a free one; default: 8000")
+    add("--api-key-file", metavar="FILE", help="file with the API key of clients; default: $JAXTRAIN_API_KEY")
+    add("--name", metavar="NAME", help="model name that clients ask for; default: the folder's name")
+    add("--slots", type=count, default=8, metavar="N", help="answers generated at a time; default: 8")
+    add("--length", type=count, metavar="N", help="maximum tokens of prompt and answer; default: up to 4096")
+    add("--queue", type=count, default=256, metavar="N", help="maximum number of waiting answers; default: 256")
+    add("--adapter", metavar="DIR", help="PEFT adapter to apply to a published model")
     add_shared(parser, "--quantize", "--step", "--emulate")
 
 
 def _pages() -> None:
-    parser = _verb("import", "make a run of a published model", "published.run_import")
+    parser = _verb("import", "make a run from a published model", "published.run_import")
     parser.example = "import models/SmolLM2-135M -o runs/smollm2"
     add = parser.add_argument
     add(
         "path",
         metavar="FOLDER",
-        help="published folder (config.json, safetensors), a .gguf file, or an adapter of PEFT",
+        help="published model folder (config.json, safetensors), .gguf file or PEFT adapter",
     )
     add_shared(parser, "overrides")
-    add("-o", "--output", required=True, metavar="RUN_DIR", help="directory of the run to make")
-    add("--base", metavar="FOLDER", help="published model that an adapter is of")
+    add("-o", "--output", required=True, metavar="RUN_DIR", help="run directory to create")
+    add("--base", metavar="FOLDER", help="base model of the adapter")
     add_shared(parser, "--emulate")
 
-    parser = _verb(
-        "export", "write a checkpoint of a run as a published folder, which other tools open", "published.run_export"
-    )
+    parser = _verb("export", "export a run for other tools, as safetensors or StableHLO", "published.run_export")
     parser.example = "export runs/smollm2 -o models/mine --dtype bfloat16"
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", help="directory of a run, or a published folder or .gguf file to write again")
-    add("-o", "--output", required=True, metavar="FOLDER", help="folder to make")
+    add("run_dir", metavar="RUN_DIR", help="run directory, or published model folder or .gguf file to convert")
+    add("-o", "--output", required=True, metavar="FOLDER", help="folder to create")
     add(
         "--to",
         choices=("published", "stablehlo"),
         default="published",
-        help="config.json and safetensors (published, the default), or a program that runs without jaxtrain",
+        help="published (default): config.json and safetensors; stablehlo: a program that runs without jaxtrain",
     )
-    add("--batch", type=count, metavar="N", help="rows per call of a program; default: any number where it can be")
+    add("--batch", type=count, metavar="N", help="rows per call of the program; default: any number if possible")
     add(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of the tensors; default: that of the model that the run started from, else float32",
+        help="dtype of the tensors; default: that of the imported model, else float32",
     )
-    add("--max-shard-size", metavar="SIZE", help="most bytes per file; default: 5GB")
-    add("--merge", action="store_true", help="of a run with adapters: add them to the base and write all of the model")
+    add("--max-shard-size", metavar="SIZE", help="largest size of a file; default: 5GB")
+    add("--merge", action="store_true", help="merge the adapters into the base and write the whole model")
     add(
         "--base",
         choices=("nf4",),
-        help="write linear layers in 4 bits as bitsandbytes does, which transformers and model.from read",
+        help="write linear layers in 4 bits, in the format of bitsandbytes",
     )
     add_shared(parser, "--step", "--emulate")
 
-    parser = _verb("report", "draw the page of a run again, or one page about several runs or a sweep", "runs.report")
+    parser = _verb("report", "redraw a run's report, or compare several runs or a sweep", "runs.report")
     parser.example = "report runs/first runs/second --output compare.html"
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="directories of runs, or the folder of a sweep")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page; default: report.html of a run, compare.html")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="run directories, or a sweep directory")
+    parser.add_argument("-o", "--output", metavar="FILE", help="page to write; default: report.html or compare.html")
 
 
 def _many() -> None:
-    parser = _verb("sweep", "train a config with several values of its settings, and compare the trials", "sweep.sweep")
+    parser = _verb("sweep", "train a config with several values of its keys, and compare the trials", "sweep.sweep")
     parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="a shipped name (quickstart, ...) or a YAML file")
-    add("overrides", metavar="key=value", nargs="+", help="for all trials, or v1,v2 or low..high[:log] for each")
-    add("--run-dir", metavar="DIR", help="directory of the sweep; default: runs/<name>-sweep")
+    add("config", metavar="CONFIG", help="shipped name (quickstart, ...) or YAML file")
+    add("overrides", metavar="key=value", nargs="+", help="a value for all trials, or v1,v2 or low..high[:log] to vary")
+    add("--run-dir", metavar="DIR", help="sweep directory; default: runs/<name>-sweep")
     add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
-    add("--jobs", type=process_count, default=1, metavar="N", help="trials at once; default: 1")
-    add("--random", type=step_number, metavar="SEED", help="seed of drawn values; default: 0 where there are ranges")
+    add("--jobs", type=process_count, default=1, metavar="N", help="trials to run at a time; default: 1")
+    add("--random", type=step_number, metavar="SEED", help="seed of random values; default: 0 if a key has a range")
 
-    parser = _verb(
-        "launch", "run a command or program in several processes on this machine, as a cluster would", "launch.launch"
-    )
+    parser = _verb("launch", "run a command in several processes on this machine, as a cluster does", "launch.launch")
     parser.example = "launch --processes 2 --emulate 4 -- train quickstart train.steps=20"
     add = parser.add_argument
     parser.usage = (
         "jaxtrain launch --processes N [--emulate M] [--restarts R] -- COMMAND\n\n"
         "COMMAND: train CONFIG ..., python my.py ..."
     )
-    add("--processes", type=process_count, required=True, metavar="N", help="how many processes to start")
+    add("--processes", type=process_count, required=True, metavar="N", help="number of processes to start")
     add("--emulate", type=process_count, metavar="M", help="emulate M CPU devices in each process")
     _restarts(parser, "R")
 
     parser = _verb(
         "submit slurm",
-        "write the batch script with which Slurm trains a config, or submit it",
+        "write a Slurm batch script that trains a config, or submit it",
         "submit.submit_slurm",
         options="submit.slurm_arguments",
     )
     parser.example = "submit slurm llama3_8b train.accumulation_steps=2 --nodes 4 --gpus-per-node 8 --time 2-0"
 
     parser = _verb(
-        "submit job", "write a training as a Kubernetes Job", "submit.submit_job", options="submit.kubernetes_arguments"
+        "submit job", "write a Kubernetes Job for training", "submit.submit_job", options="submit.kubernetes_arguments"
     )
     parser.example = "submit job quickstart --image example.com/jaxtrain:0.1.0 --hosts 2 --gpus 4 --volume runs:/runs"
 
     parser = _verb(
         "submit jobset",
-        "write a training as a JobSet of Kubernetes, whose hosts start again together",
+        "write a Kubernetes JobSet, which restarts all hosts of a run together",
         "submit.submit_jobset",
         options="submit.kubernetes_arguments",
     )
@@ -299,51 +293,51 @@ def _many() -> None:
 
 
 def _planning() -> None:
-    parser = _verb("plan", "estimate memory, time and cost on hardware that you do not need to have", "plan.run")
+    parser = _verb("plan", "estimate a config's memory, time and cost on hardware that you need not have", "plan.run")
     parser.example = "plan llama3_8b --on h100x8,v5p-8"
     add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", help="a shipped name (llama3_8b, ...) or a YAML file")
+    add("config", metavar="CONFIG", nargs="?", help="shipped name (llama3_8b, ...) or YAML file")
     add_shared(parser, "overrides")
-    add("--on", default="cpu", metavar="HARDWARE", help="as in h100x8,v5e-16,rtx4090; default: this machine's CPU")
+    add("--on", default="cpu", metavar="HARDWARE", help="such as h100x8,v5e-16,rtx4090; default: this machine's CPU")
     add("--list", action="store_true", help="list the hardware with its figures")
-    add("--hardware", metavar="FILE", help="YAML with hardware or prices that replace the shipped ones")
+    add("--hardware", metavar="FILE", help="YAML file whose hardware or prices replace the shipped ones")
     compiling = parser.add_mutually_exclusive_group().add_argument
-    compiling("--analytic", action="store_true", help="do not compile, even where the compiler is installed")
-    compiling("--exact", action="store_true", help="fail where no compiler can check the figures")
-    add("--search", action="store_true", help="try every layout, and rank by time those that fit")
+    compiling("--analytic", action="store_true", help="use formulas only, even if the compiler is installed")
+    compiling("--exact", action="store_true", help="fail if no compiler can check the figures")
+    add("--search", action="store_true", help="try every layout, and rank those that fit by step time")
     add(
         "--vary",
         type=lambda text: tuple(text.split(",")),
         default=(),
         metavar="WHAT",
-        help="what a search varies: mesh,zero,remat,microbatches,schedule (the default), batch",
+        help="what --search varies: mesh,zero,remat,microbatches,schedule (default), batch",
     )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
-    add("--tokens", type=tokens, metavar="N", help="print the cost of N tokens, as in 15T or 1.5B")
-    add("--network", metavar="RATE", help="of one device between nodes or slices: 400Gb (bits/s) or 50GB (bytes/s)")
+    add("--tokens", type=tokens, metavar="N", help="print the cost of training on N tokens, as in 15T or 1.5B")
+    add("--network", metavar="RATE", help="rate per device between nodes: 400Gb (bits/s) or 50GB (bytes/s)")
     add("--full", action="store_true", help="print the whole table: time by block and link, energy")
-    add("--html", metavar="FILE", help="write a page with pictures to FILE")
-    add("--config", dest="config_out", metavar="FILE", help="write the config of the best plan to FILE")
+    add("--html", metavar="FILE", help="write an HTML page with charts to FILE")
+    add("--config", dest="config_out", metavar="FILE", help="write the best plan's config to FILE")
     add_shared(parser, "--json")
 
     parser = _verb(
-        "bench", "measure this machine, and how much of its speed the step of a config reaches", "bench.run_bench"
+        "bench", "measure this machine, and how much of its speed a config's training step reaches", "bench.run_bench"
     )
     parser.example = "bench bench_cpu --out runs/bench"
     add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="a shipped name or a file; default: bench_cpu")
+    add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="shipped name or file; default: bench_cpu")
     add_shared(parser, "overrides")
-    add("--json", metavar="FILE", help="write everything that was measured to FILE")
-    add("--out", metavar="DIR", help="write bench.json and a picture, bench.svg, to DIR")
+    add("--json", metavar="FILE", help="write all measurements to FILE")
+    add("--out", metavar="DIR", help="write bench.json and a chart, bench.svg, to DIR")
     add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step")
     add_shared(parser, "--emulate")
 
 
 def _look() -> None:
-    parser = _verb("config", "list the shipped configs, or every key of one", "config.run")
+    parser = _verb("config", "list the shipped configs, or show every key of one", "config.run")
     parser.example = "config quickstart train.steps=100 --only train"
     parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a shipped name, a file or a run; default: list the shipped ones"
+        "config", metavar="CONFIG", nargs="?", help="shipped name, YAML file or run directory; default: list all"
     )
     add_shared(parser, "overrides")
     form = parser.add_mutually_exclusive_group().add_argument
@@ -357,15 +351,15 @@ def _look() -> None:
     parser.example = "doctor --emulate 8"
     add_shared(parser, "--emulate", "--json")
 
-    parser = _verb("data prepare", "encode the text of a config into token shards", "data.run_prepare")
+    parser = _verb("data prepare", "tokenize the text of a config into token shards", "data.run_prepare")
     parser.example = "data prepare quickstart -o tokens"
     add_shared(parser, "config", "overrides")
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the files of tokens")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the token shards")
 
     parser = _verb("data show", "show rows as the model sees them, and which tokens have a loss", "data.run_show")
     parser.example = "data show quickstart data.kind=chat --rows 1"
     add_shared(parser, "config", "overrides")
-    parser.add_argument("--rows", type=count, default=2, metavar="N", help="how many rows; default: 2")
+    parser.add_argument("--rows", type=count, default=2, metavar="N", help="number of rows; default: 2")
     add_shared(parser, "--json")
 
     parser = _verb("ckpt ls", "list the checkpoints of a run", "runs.run_ls")

@@ -84,5 +84,5 @@ def store_address(text: str) -> tuple[str, str, str]:
     found = _BUCKET.fullmatch(text)
     parts = [] if found is None else [part for part in (found[3] or "").split("/") if part]
     if found is None or ".." in parts or "." in parts:
-        raise ValueError(f"{text} names no place in a bucket; write gs://bucket/name or s3://bucket/name")
+        raise ValueError(f"{text} is not a path in a bucket; write gs://bucket/name or s3://bucket/name")
     return found[1], found[2], "/".join(parts)

@@ -61,7 +61,7 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 def _check_path(path: str) -> str:
     if _FUNCTION.fullmatch(path):
         return path
-    raise ValueError(f"{path!r} names no function of a module; write module:function, as in my_package.models:build")
+    raise ValueError(f"{path!r} names no function; write module:function, as in my_package.models:build")
 
 
 def _as_in_json(arguments: object) -> object:

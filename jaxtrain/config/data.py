@@ -29,33 +29,33 @@ class TokenizerConfig(Group):
     start: str | None = None
     """Token that begins a row of an encoder; null: the usual name that the tokenizer has ([CLS], <s>)."""
     end: str | None = None
-    """Token that ends a text and, but for kind byte, a document; null: that of the files beside it, or a usual name."""
+    """Token that ends a text and, except for kind byte, a document; null: from the files beside it, or a usual name."""
     mask: str | None = None
-    """Token that hides another one, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
+    """Token that replaces hidden tokens, for data.corruption.kind=mask; null: the usual name ([MASK], <mask>)."""
     padding: str | None = None
-    """Token that fills rows up; null: the usual name ([PAD], <pad>), else id 0."""
+    """Token that pads rows; null: the usual name ([PAD], <pad>), else id 0."""
 
     @model_validator(mode="after")
     def _path_is_read(self) -> Self:
         if self.path is not None and self.kind != "file":
-            raise ValueError(f"{self.path} is not read with kind={self.kind}; set kind=file, or leave the path out")
+            raise ValueError(f"{self.path} is not used with kind={self.kind}; set kind=file, or leave the path out")
         return self
 
 
 class MaskCorruption(Group):
-    """Hides some tokens, which the model names (BERT); every epoch hides others."""
+    """Masks some tokens, which the model predicts (BERT); every epoch masks other tokens."""
 
     kind: Literal["mask"] = "mask"
     probability: Ratio = 0.15
-    """Chance of each token to be chosen, special ones aside: 80 % become the mask, 10 % a random token."""
+    """Probability that a token is chosen (special ones never): of these, 80 % become the mask, 10 % a random token."""
 
 
 class SpanCorruption(Group):
-    """Replaces spans of tokens by one sentinel each, and lets a decoder write the spans (T5)."""
+    """Replaces spans of tokens by one sentinel each; a decoder predicts the spans (T5)."""
 
     kind: Literal["spans"] = "spans"
     noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Fraction of the tokens that lies in spans."""
+    """Fraction of the tokens that are in spans."""
     mean_span_length: Annotated[float, Field(ge=1, le=1e6)] = 3.0
     """Mean number of tokens per span."""
     decoder_start: Count = 0
@@ -76,7 +76,7 @@ class _Hidden(_Tokens):
     """The settings of sources whose tokens can be hidden."""
 
     corruption: Annotated[Corruption | None, kind_or("mask")] = None
-    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: the next token."""
+    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: none."""
 
 
 class Stored(Group):
@@ -90,7 +90,7 @@ class _TokenData(_Hidden, Stored):
     """The settings that all streams of tokens share."""
 
     validation_fraction: Share = 0.05
-    """Fraction of the tokens, taken from the end, that is kept for evaluation."""
+    """Fraction of the tokens, from the end of the data, held out for evaluation."""
 
 
 class _Tokenized(Group):
@@ -101,11 +101,11 @@ class _Tokenized(Group):
 
 
 class TextData(_Tokenized, _TokenData):
-    """Plain text from files, or text that is built in."""
+    """Plain text from files, or built-in text."""
 
     kind: Literal["text"] = "text"
     builtin: Literal["python_prose", "python_source"] | None = "python_prose"
-    """Text that comes with Python, used when path is null: the language reference, or the standard library."""
+    """Text that comes with Python and is used if path is null: the language reference, or the standard library."""
     path: str | None = None
     """A file, a folder (all its .txt files) or a glob."""
 
@@ -127,11 +127,11 @@ class DocumentsData(_Tokenized, _TokenData):
     path: str
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     field: str = "text"
-    """Column of the text; of tar files the ending of its members, such as txt."""
+    """Column of the text; for tar files, the file ending of its members, such as txt."""
 
 
 class TokenData(_TokenData):
-    """Memory-mapped files of token ids, as `jaxtrain data prepare` writes them."""
+    """Memory-mapped files of token ids, written by `jaxtrain data prepare`."""
 
     kind: Literal["tokens"] = "tokens"
     path: str
@@ -154,7 +154,7 @@ class LabelledTextData(_LabelledData):
 
     kind: Literal["labelled_text"] = "labelled_text"
     builtin: Literal["python_docstrings"] | None = None
-    """Texts that come with Python, used when path is null: docstrings, and the package that each is from."""
+    """Texts that come with Python and are used if path is null: docstrings, and the package that each is from."""
     text: str = "text"
     """Column of the text."""
     second_text: str | None = None
@@ -174,45 +174,45 @@ class TaggedTextData(_LabelledData):
 
 
 class TextPairData(_LabelledData):
-    """Pairs of a text and the text that a decoder writes for it."""
+    """Pairs of a source text and the target text that a decoder generates."""
 
     kind: Literal["text_pairs"] = "text_pairs"
     builtin: Literal["python_docstrings"] | None = None
-    """Texts that come with Python, used when path is null: the first sentence of a docstring, and the function."""
+    """Texts that come with Python and are used if path is null: a docstring's first sentence, and the function."""
     source: str = "source"
-    """Column of the text that is read."""
+    """Column of the source text, which the encoder reads."""
     target: str = "target"
-    """Column of the text that is written."""
+    """Column of the target text, which the decoder generates."""
     target_length: PositiveInt | None = None
-    """Tokens per target, the end included; null: as sequence_length."""
+    """Tokens per target, including the end token; null: the same as sequence_length."""
     decoder_start: Count = 0
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
 class ChatData(_Tokenized, _Tokens):
-    """Conversations, written as text by the model's chat template; the loss is on the answers."""
+    """Conversations, formatted by the model's chat template; only the answers have a loss."""
 
     kind: Literal["chat"] = "chat"
     path: str | SomeNames = PYTHON_DOCS
-    """.jsonl or .parquet files, folders or globs, one or a list; python_docs: built in, made of Python's docstrings."""
+    """.jsonl or .parquet file, folder or glob, or a list of these; python_docs: built in, from Python's docstrings."""
     validation_path: str | None = None
     """File, folder or glob with the conversations for evaluation; null: validation_fraction of path."""
     validation_fraction: Share = 0.05
     """Fraction of the conversations that is kept for evaluation; equal prompts stay together."""
     template: str | None = None
-    """Chat template: a file, or chatml or plain (built in); null: that beside the tokenizer."""
+    """Chat template: a file, or chatml or plain (built in); null: the template beside the tokenizer."""
     train_on: Literal["answers", "last", "all"] = "answers"
-    """Tokens with a loss: those of every answer, those of the last one, or all."""
+    """Tokens with a loss: those of every answer, those of the last answer, or all tokens."""
     packing: bool = True
-    """Whether a row holds several conversations, which do not see each other; pairs have a row of their own."""
+    """Pack several conversations into a row, where they do not attend to each other; pairs are never packed."""
     too_long: Literal["cut", "drop", "error"] = "cut"
     """What happens to a conversation of more than sequence_length tokens."""
     pairs: bool | None = None
     """Whether rows are pairs of a chosen and a rejected answer; null: for the tasks dpo and reward."""
     stop: str | None = None
-    """Token that ends an answer; null: those at which the model stops (generation_config.json, end of text)."""
+    """Token that ends an answer; null: the model's stop tokens (generation_config.json, end of text)."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "2024-07-26"
-    """Date that a template which asks for today gets, so that rows are the same every day."""
+    """Date that a template uses as today's, so that rows are the same every day."""
 
 
 def gives_pairs(data: ChatData, task: object) -> bool:
@@ -232,9 +232,9 @@ class _ImageData(Group):
     """The settings that all sources of image files share."""
 
     image_size: PositiveInt = 224
-    """Side of the square that images are cropped to, in pixels."""
+    """Height and width that images are cropped to, in pixels."""
     validation_fraction: Share = 0.1
-    """Fraction of the images that is kept for evaluation where the data names none."""
+    """Fraction of the images held out for evaluation, if the data has no validation images."""
     augment: bool = True
     """Crop and flip training images at random."""
 
@@ -254,11 +254,11 @@ class ImageRecordsData(Stored, _ImageData):
     path: str
     """A file, a folder (all its files, of one format, or one of datasets' save_to_disk) or a glob."""
     validation_path: str | None = None
-    """The same for the images for evaluation; null: validation_fraction of path."""
+    """File, folder or glob with the images for evaluation; null: validation_fraction of path."""
     image: str | None = None
-    """Column of the encoded image, or ending of the members of tar files; null: the first that is called like one."""
+    """Column of the encoded image, or file ending in tar files; null: the first column with an image's usual name."""
     label: str | None = None
-    """Column of the class; null: label, labels, cls or class, whichever there is."""
+    """Column of the class; null: label, labels, cls or class, whichever exists."""
 
 
 class TableData(Stored):
@@ -268,15 +268,15 @@ class TableData(Stored):
     path: str
     """Path of the file, or a table of scikit-learn: builtin:breast_cancer, builtin:wine or builtin:diabetes."""
     target: str | None = None
-    """Column to predict, of files with named columns; null: the last column."""
+    """Column to predict, for files with named columns; null: the last column."""
     columns: SomeNames | None = None
-    """Columns that are inputs, in this order, of files with named columns; null: all but the target."""
+    """Input columns, in this order, for files with named columns; null: all but the target."""
     validation_fraction: Share = 0.2
     """Fraction of the rows that is kept for evaluation."""
     task: Literal["classification", "regression"] | None = None
-    """What the target is; null: decided by the run's task and the values, with an error where both are possible."""
+    """What the target is; null: inferred from the run's task and the values, with an error if both are possible."""
     standardize: bool = True
-    """Scale each input column to mean 0 and variance 1 over the training rows, and an MLP's outputs to the targets."""
+    """Scale inputs to mean 0 and variance 1 over the training rows, and an MLP's outputs by the targets' scale."""
 
 
 class SyntheticData(_Hidden):
@@ -286,9 +286,9 @@ class SyntheticData(_Hidden):
     task: Literal["tokens", "images", "table"] = "tokens"
     """Kind of the rows."""
     num_rows: PositiveInt = 4096
-    """Number of distinct rows; after these they repeat."""
+    """Number of distinct rows, which repeat after that."""
     vocab_size: PositiveInt = 256
-    """Number of token ids, for task tokens, beside the special ones of corruption."""
+    """Number of token ids, for task tokens, not counting the special ones of corruption."""
     image_size: PositiveInt = 32
     """Side of an image in pixels, for task images."""
     num_channels: PositiveInt = 3
@@ -303,14 +303,14 @@ class Component(Group):
     """One source of a mixture."""
 
     source: Annotated[TextData | JsonlData | DocumentsData | TokenData, Field(discriminator="kind")]
-    """The source; all sources of a mixture use the tokenizer of the mixture."""
+    """The source; all sources of a mixture use the same tokenizer."""
     weight: Positive = 1.0
     """Share of the training rows, relative to the weights of the other components."""
 
     @model_validator(mode="after")
     def _is_a_stream(self) -> Self:
         if self.source.corruption is not None:
-            raise ValueError("a component has no corruption; set data.corruption")
+            raise ValueError("a component takes no corruption; set data.corruption")
         return self
 
 

@@ -170,7 +170,7 @@ def explain(
         return f"{key} is {_show(value)}{at}, not one of {', '.join(words)}{guess}"
     if field is None:
         example = next(walk(group, {}, f"{key}.")).path if group else "key=value"
-        return f"{key} is {_show(value)}{at}; it takes keys of its own, such as {example}"
+        return f"{key} is {_show(value)}{at}; it takes nested keys, such as {example}"
     limit = first["msg"].removeprefix("Input should be ")
     limit = f", {limit}" if any(word in limit for word in _LIMITS) else ""
     return f"{key} is {_show(value)}{at}; it takes {type_name(field.annotation)}{limit}"

@@ -51,7 +51,7 @@ def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, .
             if key_path in lines:
                 first = lines[key_path]
                 raise ConfigError(
-                    f"{name}:{line}: key {key_node.value!r} is there twice (first on line {first}); keep one"
+                    f"{name}:{line}: key {key_node.value!r} is given twice (first on line {first}); keep one"
                 )
             lines[key_path] = line
             _note_lines(value_node, key_path, lines, name)
@@ -87,7 +87,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {reason}") from None
     if not isinstance(values, dict | None):
-        raise ConfigError(f"{path}: a config is a mapping of groups, this is a {type(values).__name__}")
+        raise ConfigError(f"{path}: a config must be a mapping of groups, not a {type(values).__name__}")
     return values or {}, lines
 
 
@@ -111,7 +111,7 @@ def find_config(name: str) -> Path:
     close = difflib.get_close_matches(path.stem, shipped_configs())
     close.sort(key=lambda one: not one.startswith(path.stem))
     hint = f"did you mean {close[0]!r}?" if close else f"shipped: {', '.join(shipped_configs())}"
-    raise ConfigError(f"no config {name!r}, neither a shipped name nor a file nor a run; {hint}")
+    raise ConfigError(f"no config {name!r}: it is not a shipped name, a file or a run; {hint}")
 
 
 def read_run(run_dir: str | Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def check_kinds(config: Config, *, own_task: bool = False, own_data: bool = Fals
     check_freeze(config.finetune, config.optimizer.freeze)
     own, reasons = own_task or isinstance(config.task, Call), []
     if config.precision.policy == "fp8" and config.finetune.base is not None:
-        reasons.append("precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16")
+        reasons.append("precision.policy=fp8 does not go with finetune.base; use precision.policy=bf16")
     if not (own_data or isinstance(config.data, CalledData)):
         reasons += _wrong_rows(config, own_task=own)
     if not own:
@@ -83,8 +83,8 @@ def check_freeze(finetune: FinetuneConfig, freeze: Sequence[str]) -> None:
     """Raise a ConfigError where a config freezes parameters that adapters freeze already."""
     if finetune.lora is not None and freeze:
         raise ConfigError(
-            f"optimizer.freeze={list(freeze)} beside finetune.lora, which trains its adapters and "
-            "finetune.lora.train_also alone; leave optimizer.freeze out"
+            f"optimizer.freeze={list(freeze)} does not go with finetune.lora, which trains only adapters and "
+            "finetune.lora.train_also; leave optimizer.freeze out"
         )
 
 
@@ -117,14 +117,14 @@ def _wrong_model(config: Config) -> Iterator[str]:
             "task=masked_language_modeling, or bring a task of your own (task.call, or Python)"
         )
     if model.causal and task == "masked_language_modeling":
-        yield f"task={task} takes a model that sees both sides of a token; set model.causal=false"
+        yield f"task={task} needs a bidirectional model; set model.causal=false"
     wanted = _HEADS.get(task, ())
     if wanted and model.head_kind not in wanted:
         yield f"task={task} takes model.head.kind={wanted[0]}, but it is {model.head_kind}"
     head = model.head
     if task == "reward" and head and (head.num_labels != 1 or (model.causal and head.pooling != "last")):
         yield (
-            "task=reward takes one number of the last token, which alone sees the text; set model.head.num_labels=1 "
+            "task=reward needs one number from the last token, which sees the text; set model.head.num_labels=1 "
             "and model.head.pooling=last"
         )
 
@@ -144,7 +144,7 @@ def _wrong_rows(config: Config, *, own_task: bool) -> Iterator[str]:
         yield f"model.kind={model.kind} does not take the {form} of {source}; use model.kind={' or '.join(models)}"
     start = getattr(getattr(data, "corruption", None) or data, "decoder_start", None)
     if start is not None and getattr(model, "start_token", start) != start:
-        yield f"the decoder of the data begins with {start}; set model.start_token={start}"
+        yield f"decoder_start of the data is {start}; set model.start_token={start}"
 
 
 def check_loss(config: Config) -> None:

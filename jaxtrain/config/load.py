@@ -147,7 +147,7 @@ class _Tree:
         for key in list(keys):
             del self.values[name][key]
             for known in [path for path in self.where if path[:2] == (name, key)]:
-                self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) gave way to {successor}")
+                self.notes.append(f"{'.'.join(known)} ({self.where.pop(known)}) is replaced by {successor}")
 
     def take_published(self) -> None:
         """Set the keys that the published model gives: those set before `model.from` give way, those after it win."""
@@ -198,7 +198,7 @@ class _Tree:
         if not isinstance(adapter, str) or known >= {*LoraConfig.model_fields}:  # of a run, whose adapter may be gone
             return
         if not isinstance(base, str):
-            raise ConfigError(f"finetune.adapter={adapter} without its base; set model.from to that")
+            raise ConfigError(f"finetune.adapter={adapter} needs its base; set model.from to it")
         for key, value in adapter_settings(adapter, base=base).items():
             if key not in known:
                 self._leaf(("finetune", "lora", key), value, adapter)
@@ -271,7 +271,7 @@ def load_config(
     tree.take_published()
     tree.take_adapter()
     for key in redacted_keys(tree.values):
-        raise ConfigError(f"{key} looked like a secret, so the run did not write it down; give it again: {key}=...")
+        raise ConfigError(f"{key} looked like a secret, so the run did not save it; give it again: {key}=...")
     try:
         config = Config.model_validate(tree.values)
     except ValidationError as error:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         """The key `from`."""
 
 else:
-    _DOC = "Published folder, .gguf file or id on the hub: gives keys that are not set, and first weights; null: none."
+    _DOC = "Published folder, .gguf file or hub id: sets keys that are not set, and initial weights; null: none."
     # `from` is a word of the language, so that a class body cannot hold it.
     _From = create_model("_From", __base__=Group, **{"from": (str | None, Field(default=None, description=_DOC))})
 
@@ -43,7 +43,7 @@ class Published(_From):
     sizes: ClassVar[Mapping[str, Size]] = {}
 
     size: str | None = None
-    """Published size that gives the values of the keys that are not set (gpt2, llama3.1_8b, t5_small, ...)."""
+    """Published size that sets the keys that are not set here (gpt2, llama3.1_8b, t5_small, ...)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,20 +73,20 @@ def published_from(model: Group) -> str | None:
 
 
 class HeadConfig(Group):
-    """What a transformer gives for a text: logits of tokens or labels, numbers, or an embedding."""
+    """The output of a transformer: logits over tokens or labels, numbers, or an embedding."""
 
     kind: Literal["language_model", "masked_language_model", "sequence", "token", "regression", "embedding"] = (
         "language_model"
     )
-    """Logits of the vocabulary, of labels per text (sequence) or token; numbers or an embedding per text."""
+    """Logits over the vocabulary, or over labels per text (sequence) or per token; numbers or an embedding per text."""
     num_labels: PositiveInt | None = None
-    """Labels, or numbers of a regression; null: those of the data."""
+    """Number of labels, or of outputs of a regression; null: as in the data."""
     pooling: Literal["first", "last", "mean"] = "first"
-    """Which token stands for the text: the first, the last that is no padding, or the mean of all but padding."""
+    """How tokens become one vector per text: the first one, the last one or the mean, padding left out."""
     hidden: Literal["none", "tanh", "relu", "gelu", "gelu_exact"] | None = None
-    """Activation after a square layer before the output; null: none (masked_language_model: gelu_exact, and a norm)."""
+    """Activation of a hidden layer before the output; null: no layer (masked_language_model: gelu_exact and a norm)."""
     dropout: Fraction = 0.0
-    """Dropout rate of what the output layer takes."""
+    """Dropout rate of the output layer's inputs."""
     bias: bool = True
     """Add biases to the layers of the head."""
     normalize: bool = False
@@ -117,7 +117,7 @@ _Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class RopeScaling(Group):
-    """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones are kept, a ramp joins the two."""
+    """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones are kept, with a ramp between."""
 
     kind: Literal["llama3"] = "llama3"
     factor: _Factor
@@ -127,7 +127,7 @@ class RopeScaling(Group):
     high_frequency_factor: Positive = 4.0
     """Frequencies with wavelengths below original_length / high_frequency_factor are not scaled."""
     original_length: PositiveInt = 8192
-    """Sequence length that the model was first trained at."""
+    """Sequence length of the original pretraining."""
 
 
 class LinearRope(Group):
@@ -139,13 +139,13 @@ class LinearRope(Group):
 
 
 class YarnRope(Group):
-    """YaRN (Peng et al. 2023): frequencies of few rotations are divided by the factor, and cos and sin are scaled."""
+    """YaRN (Peng et al. 2023): low frequencies are divided by the factor, and cos and sin are scaled."""
 
     kind: Literal["yarn"] = "yarn"
     factor: _Factor
-    """Frequencies of few rotations are divided by this."""
+    """Low frequencies are divided by this."""
     original_length: PositiveInt
-    """Sequence length that the model was first trained at."""
+    """Sequence length of the original pretraining."""
     beta_fast: Positive = 32.0
     """Dims that rotate more often than this over original_length keep their frequency."""
     beta_slow: Positive = 1.0
@@ -157,7 +157,7 @@ class YarnRope(Group):
 
 
 class LongRope(Group):
-    """LongRoPE (Ding et al. 2024): each frequency has a divisor of its own, for short and for long sequences."""
+    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, one for short and one for long sequences."""
 
     kind: Literal["longrope"] = "longrope"
     short_factors: _Factors
@@ -165,7 +165,7 @@ class LongRope(Group):
     long_factors: _Factors
     """Divisors of the frequencies for longer sequences."""
     original_length: Annotated[int, Field(ge=2, le=10**9)]
-    """Sequence length that the model was first trained at."""
+    """Sequence length of the original pretraining."""
     attention_factor: Positive | None = None
     """Factor of cos and sin; null: sqrt(1 + ln(s) / ln(o)), o original_length and s max_sequence_length / o."""
 
@@ -180,28 +180,49 @@ class ExpertsConfig(Group):
     """Number of experts in each block."""
     experts_per_token: PositiveInt = 2
     """Number of experts that the router chooses for each token."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router makes of its logits: a probability among all experts, or each one's sigmoid (DeepSeek V3)."""
+    score_bias: bool = False
+    """Add a bias per expert to the scores by which experts are chosen, which training keeps as it is (DeepSeek V3)."""
+    normalize_weights: bool | None = None
+    """Let the weights of a token's experts sum to 1; null: with several experts per token."""
+    weights_scale: Positive = 1.0
+    """Factor of the weights of the experts."""
+    groups: PositiveInt = 1
+    """Equal groups of experts; a token takes experts of the groups whose two best scores are largest."""
+    groups_per_token: PositiveInt = 1
+    """Number of groups that a token takes experts of."""
+    shared_dim: PositiveInt | None = None
+    """Width of an MLP that every token passes beside its experts; null: none."""
     load_balance_weight: NonNegative = 0.01
     """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: NonNegative = 0.001
     """Weight of the loss that keeps the router's logits small."""
 
+    @property
+    def groups_fit(self) -> bool:
+        """Whether the groups are equal, and hold two experts each and those of a token."""
+        size, rest = divmod(self.num_experts, self.groups)
+        fits = rest == 0 and size > 1 and self.groups_per_token * size >= self.experts_per_token
+        return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
+
 
 class LocalLayers(Group):
-    """Layers whose attention sees a window, between layers that see everything (Gemma 2 and 3)."""
+    """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
 
     pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
     """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
     window: PositiveInt
-    """Positions back that a local layer attends to, the own one counted, and as many ahead if not causal."""
+    """Positions that a local layer attends to, up to its own, and as many ahead if not causal."""
     rope_theta: Positive | None = None
-    """Base of the rotary frequencies of local layers, which are not scaled; null: as in the global layers."""
+    """Base of the (unscaled) rotary frequencies of local layers; null: as in the global layers."""
 
 
 class _Blocks(Published):
     """The settings that a transformer and an encoder-decoder share."""
 
     num_layers: PositiveInt = 6
-    """Number of equal blocks (of the encoder, where there is one), whose parameters are stacked."""
+    """Number of identical blocks, whose parameters are stacked; of the encoder, if there is one."""
     embed_dim: PositiveInt = 384
     """Width of the residual stream."""
     num_heads: PositiveInt = 6
@@ -215,9 +236,9 @@ class _Blocks(Published):
     vocab_size: PositiveInt | None = None
     """Number of token ids in the embedding; null: the vocabulary of the data."""
     relative_buckets: Annotated[int, Field(ge=4, le=2**16)] = 32
-    """Number of buckets of distances, each with a learned bias per head (relative positions)."""
+    """Relative positions: number of distance buckets, each with a learned bias per head."""
     relative_max_distance: PositiveInt = 128
-    """Distance from which on all keys share a bucket (relative positions)."""
+    """Relative positions: distance beyond which all keys share a bucket."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     """Normalization in the blocks and before the output layer."""
     attention_scale: Positive | None = None
@@ -266,37 +287,37 @@ class TransformerConfig(_Blocks):
     experts: ExpertsConfig | None = None
     """Mixture of experts in place of the MLP; null: one MLP for all tokens."""
     max_sequence_length: PositiveInt = 256
-    """Longest sequence that the model accepts, in tokens; with learned positions, also their number."""
+    """Longest sequence that the model accepts, in tokens; also the number of learned positions."""
     position: Literal["learned", "rotary", "relative", "none"] = "rotary"
     """Positions: learned embeddings, rotation of queries and keys, biases by distance (T5), or none."""
     position_offset: Count = 0
-    """Learned embeddings before that of the first position (RoBERTa: 2)."""
+    """Number of learned positions before the first one that is used (RoBERTa: 2)."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: Annotated[AnyRope | None, kind_or("llama3")] = None
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
     rotary_fraction: Ratio = 1.0
-    """Share of the dims of a head that are rotated, the first ones (GPT-NeoX: 0.25)."""
+    """Fraction of a head's dimensions, from the first on, that are rotated (GPT-NeoX: 0.25)."""
     rope_layers: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)] | None = None
-    """1 for a layer with rotary positions, 0 for one without positions (SmolLM3), repeated; null: 1 for all."""
+    """Layers with rotary positions (1) and without positions (0), as a repeated pattern (SmolLM3); null: all 1."""
     rotary_interleaved: bool = False
-    """Rotate neighbouring dims together (GPT-J, Cohere), not the first half of the dims with the second."""
+    """Rotate neighbouring dims as pairs (GPT-J, Cohere), instead of first half with second half."""
     block: Literal["pre", "post", "output", "sandwich", "parallel", "parallel_one_norm"] = "pre"
-    """Norms of inputs (pre), sums (post), outputs, or both ends (sandwich); parallel: attention beside MLP."""
+    """Norm of inputs (pre), sums (post), outputs, or inputs and outputs (sandwich); parallel: attention beside MLP."""
     residual_scale: Positive | None = None
-    """Factor of the outputs of attention and MLP that are added to the residual stream (Granite); null: 1."""
+    """Factor of the outputs of attention and MLP on the residual stream (Granite); null: 1."""
     norm_epsilon: Ratio = 1e-5
     """Added to the variance in each normalization."""
     norm_offset: bool = False
-    """Store the scale of each norm less 1 (Gemma)."""
+    """Store each norm's scale minus 1 (Gemma)."""
     norm_bias: bool | None = None
-    """Add biases to LayerNorm (StableLM: true, with bias: false); null: where bias is true."""
+    """Add biases to LayerNorm (StableLM: true, with bias: false); null: if bias is true."""
     qk_norm: bool | Literal["per_head", "whole"] = False
     """Normalize queries and keys: each head (true: Qwen3), with scales per head (Cohere), over all heads (OLMo 2)."""
     attention_softcap: Positive | None = None
-    """Bound c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no bound."""
+    """Soft cap c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no cap."""
     attention_sinks: bool = False
-    """Give each head's softmax one more, learned score, whose value is 0 (gpt-oss)."""
+    """Attention sinks: add a learned score per head to the softmax, whose value is 0 (gpt-oss)."""
     activation: Activation = "swiglu"
     """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
     embedding_scale: Positive | None = None
@@ -306,19 +327,19 @@ class TransformerConfig(_Blocks):
     token_types: Count = 0
     """Number of learned embeddings of token types (BERT: 2, the two texts of a pair); 0: none."""
     logits_softcap: Positive | None = None
-    """Bound c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no bound."""
+    """Soft cap c of the logits z, computed as c tanh(z / c) (Gemma 2); null: no cap."""
     head: HeadConfig | None = None
-    """What the model gives: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
+    """Output of the model: labels, numbers or an embedding of a text, or masked tokens; null: the next token."""
     bias: bool | Literal["qkv", "attention", "mlp"] = False
-    """Add biases to linear layers and LayerNorm; or to queries, keys and values alone (qkv), attention or MLP alone."""
+    """Add biases to linear layers and LayerNorm; or only to queries, keys and values (qkv), attention or MLP."""
     output_bias: bool = False
     """Add a bias to the output layer (Phi-2, GPT-J)."""
     causal: bool = True
     """Each position attends to itself and earlier ones; false: to all (an encoder)."""
     sliding_window: PositiveInt | None = None
-    """Attend to this many positions back, the own one counted, and as many ahead if not causal; null: to all."""
+    """Attend to this many positions, up to the own one, and as many ahead if not causal; null: to all."""
     local_layers: LocalLayers | None = None
-    """Layers of a sliding window of their own between layers that attend to all; null: all layers are alike."""
+    """Layers with sliding-window attention between layers with full attention; null: all layers are alike."""
 
     @property
     def head_kind(self) -> str:
@@ -329,6 +350,13 @@ class TransformerConfig(_Blocks):
     def has_output_layer(self) -> bool:
         """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
         return self.head_kind in ("language_model", "masked_language_model")
+
+    @property
+    def shared(self) -> "TransformerConfig | None":
+        """The blocks whose MLP is the one that every token passes beside its experts, where there is one."""
+        if self.experts is None or self.experts.shared_dim is None:
+            return None
+        return self.model_copy(update=dict(experts=None, mlp_dim=self.experts.shared_dim))
 
     def has_bias(self, part: str) -> bool:
         """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
@@ -361,12 +389,14 @@ class TransformerConfig(_Blocks):
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
+            "experts.groups are not equal groups of two experts and more, of which groups_per_token hold those of a "
+            "token": self.experts is not None and not self.experts.groups_fit,
             "experts have activation gelu, swiglu or clamped_swiglu": moe
             and self.activation not in ("gelu", "swiglu", "clamped_swiglu"),
-            "experts have losses per token, which this head has no place for; set head: null": moe
+            "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
-            "head.pooling=first with causal: true sees one token alone; set head.pooling: last (or mean)": sees_one,
-            "sliding_window is of all layers, local_layers of some; leave one out": self.local_layers is not None
+            "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
+            "sliding_window applies to all layers, local_layers to some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
         }
         for reason, is_so in refused.items():
@@ -376,13 +406,13 @@ class TransformerConfig(_Blocks):
 
 
 class EncoderDecoderConfig(_Blocks):
-    """An encoder that reads a text, and a decoder that writes another one: the families of T5 and Flan-T5."""
+    """An encoder that reads a text, and a decoder that generates another: the families of T5 and Flan-T5."""
 
     sizes = ENCODER_DECODER_SIZES
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"
     num_decoder_layers: PositiveInt | None = None
-    """Number of equal blocks of the decoder; null: as many as the encoder has."""
+    """Number of identical blocks of the decoder; null: as many as the encoder has."""
     max_sequence_length: PositiveInt = 512
     """Longest input, and longest output, that the model accepts, in tokens."""
     position: Literal["relative", "rotary", "none"] = "relative"
@@ -394,7 +424,7 @@ class EncoderDecoderConfig(_Blocks):
     bias: bool = False
     """Add biases to linear layers and LayerNorm."""
     start_token: Count = 0
-    """Token before the first one that the decoder writes (T5: 0, its padding); that of the data (decoder_start)."""
+    """Token that the decoder starts from (T5: 0, its padding); the same as decoder_start of the data."""
 
     @property
     def decoder_layers(self) -> int:
@@ -425,7 +455,7 @@ class ViTConfig(Published):
 
     kind: Literal["vit"] = "vit"
     num_layers: PositiveInt = 12
-    """Number of equal blocks, whose parameters are stacked."""
+    """Number of identical blocks, whose parameters are stacked."""
     embed_dim: PositiveInt = 192
     """Width of the residual stream."""
     num_heads: PositiveInt = 3
@@ -441,7 +471,7 @@ class ViTConfig(Published):
     num_classes: PositiveInt | None = None
     """Number of outputs; null: the classes of the data."""
     pooling: Literal["first", "mean"] = "first"
-    """What stands for the image: a class token that goes before the patches, or the mean of the patches."""
+    """How patches become one vector per image: a class token before the patches (first), or their mean."""
     activation: Literal["gelu", "gelu_exact", "quick_gelu"] = "gelu_exact"
     """Nonlinearity of the MLP (gelu in the tanh form, gelu_exact by the error function, quick_gelu of CLIP)."""
     embedding_norm: bool = False
@@ -494,8 +524,8 @@ def image_sizes(config: ViTConfig, input_shape: tuple[int, ...]) -> tuple[int, i
     square = len(input_shape) == 3 and input_shape[0] == input_shape[1] and input_shape[0] % config.patch_size == 0
     if not square or any(want not in (None, found) for want, found in zip(wanted, input_shape, strict=True)):
         raise ConfigError(
-            f"model.kind=vit takes square images that divide into patches of model.patch_size={config.patch_size}, of "
-            f"model.image_size and model.channels where they are set, not rows of shape {list(input_shape)}"
+            f"model.kind=vit needs square images that divide into patches of model.patch_size={config.patch_size}, and "
+            f"that match model.image_size and model.channels if set, not rows of shape {list(input_shape)}"
         )
     return input_shape[0], input_shape[2]
 
@@ -595,7 +625,7 @@ class ResNetConfig(Published):
 
     kind: Literal["resnet"] = "resnet"
     stage_blocks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 2, 2, 2)
-    """Residual blocks of each stage; each stage after the first halves the image and doubles the width."""
+    """Residual blocks per stage; each stage after the first halves the image and doubles the width."""
     bottleneck: bool = False
     """Use blocks of three convolutions whose output is four times as wide."""
     width: PositiveInt = 64
@@ -607,12 +637,12 @@ class ResNetConfig(Published):
 
 
 class OutputScale(Group):
-    """The units of the numbers that a model gives: output = mean + deviation x that of the last layer."""
+    """The units of a model's outputs: output = mean + deviation x output of the last layer."""
 
     mean: Annotated[tuple[Annotated[float, Field(ge=-1e30, le=1e30)], ...], Field(strict=False, min_length=1)]
-    """Of each output, or one for all."""
+    """Mean of each output, or one for all."""
     deviation: _Factors
-    """Of each output, or one for all."""
+    """Standard deviation of each output, or one for all."""
 
 
 class MLPConfig(Group):
@@ -628,7 +658,7 @@ class MLPConfig(Group):
     dropout: Fraction = 0.0
     """Dropout rate after each hidden layer."""
     output_scale: OutputScale | None = None
-    """Units of the outputs; null: under task=regression those of the targets of a table that is standardized."""
+    """Units of the outputs; null: those of the targets, if task=regression and data.standardize is on."""
 
 
 class CalledModel(Call):

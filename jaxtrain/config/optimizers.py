@@ -27,9 +27,9 @@ class ScheduleConfig(Group):
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
     """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
     warmup_steps: Count = 0
-    """Steps before the learning rate reaches the peak: it rises evenly, from peak / (warmup_steps + 1) in step 0."""
+    """Steps of linear warmup to the peak, from peak / (warmup_steps + 1) in step 0."""
     decay_steps: PositiveInt | None = None
-    """wsd: steps of the final decay (null: 10 % of the run); other kinds: step where decay ends (null: the last)."""
+    """wsd: steps of the final decay (null: 10 % of the run); other kinds: step at which decay ends (null: the last)."""
     final_fraction: Share = 0.1
     """Learning rate at the end, as a fraction of the peak."""
 
@@ -50,7 +50,7 @@ class _Update(Group):
     clip_norm: Positive | None = 1.0
     """Largest global norm of the gradient; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Largest decay of the moving average of parameters and batch statistics, which evaluation uses; null: none."""
+    """Largest decay of the moving average (EMA) of parameters and batch statistics, used by evaluation; null: none."""
     freeze: Names = ()
     """Parameters that are not trained, as path patterns such as 'blocks/*'."""
     offload: bool = False
@@ -78,7 +78,7 @@ class AdamWDirection(Group):
     epsilon: Ratio = 1e-8
     """Added to the square root of the second moment."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Number format of both moments, which take 8, 4 or about 2 bytes per parameter."""
+    """Number format of both moments, which take 8, 4 or about 2 bytes per parameter together."""
 
 
 class MuonDirection(Group):
@@ -88,7 +88,7 @@ class MuonDirection(Group):
     momentum: Fraction = 0.95
     """Decay of the momentum of matrices."""
     adamw: Names = ()
-    """Matrices that AdamW updates, besides embeddings and output layers; path patterns such as 'head/*'."""
+    """Matrices that AdamW updates in addition to embeddings and output layers; path patterns such as 'head/*'."""
     b1: Fraction = 0.9
     """Decay of AdamW's first moment."""
     b2: Fraction = 0.95
@@ -126,7 +126,7 @@ DirectionConfig = Annotated[
 
 
 class ParameterGroup(Group):
-    """Parameters that are updated in another way than the rest; the first group that matches a parameter has it."""
+    """Parameters with their own optimizer settings; a parameter belongs to the first group that matches it."""
 
     match: SomeNames
     """Which parameters: path patterns such as 'head/*' or '*/lora_b'."""
@@ -135,7 +135,7 @@ class ParameterGroup(Group):
     weight_decay: NonNegative | None = None
     """Their decoupled weight decay; null: the optimizer's."""
     optimizer: DirectionConfig | None = None
-    """What updates them, by kind, such as {kind: sgd, momentum: 0.9}; null: as the rest."""
+    """Their optimizer, such as {kind: sgd, momentum: 0.9}; null: the run's."""
 
 
 class _Optimizer(_Update):
@@ -146,7 +146,7 @@ class _Optimizer(_Update):
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate changes over the steps."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, multiplied by the learning rate; for matrices, never for biases and norm scales."""
+    """Decoupled weight decay, multiplied by the learning rate; applied to matrices, not to biases and norm scales."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with another learning rate, weight decay or optimizer: [{match: ['head/*'], weight_decay: 0}, ...]."""
 
@@ -176,7 +176,7 @@ class CalledOptimizer(_Update, Call):
 
     kind: Literal["called"] = "called"
     learning_rate: Positive | None = None
-    """Peak of the schedule that the function gets as learning_rate; null: the function has a learning rate itself."""
+    """Peak of the schedule that the function gets as learning_rate; null: the function sets its own learning rate."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How that learning rate changes over the steps."""
 

@@ -46,43 +46,43 @@ TaskConfig = Annotated[
 
 
 class ParallelConfig(Group):
-    """Degrees of the six mesh axes and their options; the product of the degrees is the number of devices."""
+    """Degrees (sizes) of the six mesh axes, and their options; the degrees multiply to the number of devices."""
 
     auto: bool = False
-    """Let the planner choose degrees, ZeRO and pipeline for the available devices; also written parallel: auto."""
+    """Let the planner choose degrees, ZeRO and pipeline for the available devices; short form: parallel: auto."""
     pipe: Degree = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     data: Degree = "auto"
-    """Replicas of the model, each with its own rows; auto: all devices that the other axes leave."""
+    """Replicas of the model, each with its own rows; auto: all devices that the other axes do not use."""
     fsdp: Degree = 1
     """Shards of the batch, parameters, gradients and optimizer state (ZeRO-3)."""
     expert: Degree = 1
-    """Shards of the experts, and of the batch."""
+    """Shards of the experts and of the batch."""
     context: Degree = 1
     """Shards of the sequence."""
     tensor: Degree = 1
-    """Shards of the heads, the MLP width and the vocabulary."""
+    """Shards of the attention heads, the MLP width and the vocabulary."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO over data: 1 optimizer state and stored parameters, 2 also gradients, 3 also their copy (becomes fsdp)."""
+    """ZeRO over data: 1 shards optimizer state and stored parameters, 2 also gradients, 3 also compute copies."""
     sequence_parallel: bool = False
-    """Shard the sequence over tensor between blocks."""
+    """Shard the sequence over the tensor axis between blocks."""
     context_attention: Literal["auto", "ring", "all_to_all", "gather"] = "auto"
-    """Attention over context; auto: ring, but with pipe > 1 all_to_all if the heads divide by context, else gather."""
+    """Attention over context; auto: ring; with pipe > 1, all_to_all if the heads divide by context, else gather."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """Pipeline schedule."""
     microbatches: PositiveInt | None = None
-    """Pipeline microbatches per step; null: train.accumulation_steps, or two per stage where that is 1."""
+    """Pipeline microbatches per step; null: train.accumulation_steps, or two per stage if that is 1."""
     chunks: PositiveInt | None = None
     """Chunks of layers per stage under interleaved_1f1b; null: 2."""
     max_replicated_fraction: Share = 0.02
-    """Fraction of the parameter bytes that may be replicated on every device although fsdp > 1."""
+    """Largest fraction of the parameter bytes that may be replicated on every device if fsdp > 1."""
 
 
 class PrecisionConfig(Group):
     """Number formats of parameters and computation."""
 
     policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
-    """Format to compute in (only bf16_pure stores bf16 parameters); fp8: bf16 with 8-bit layers (docs/precision.md)."""
+    """Compute format (bf16_pure also stores bf16 parameters); fp8: bf16 with 8-bit layers (docs/precision.md)."""
 
 
 # The input of a block: every policy keeps it, so it can be offloaded but not listed in remat.names.
@@ -97,7 +97,7 @@ class RematConfig(Group):
     policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
     """What is kept. none: all; full: block inputs; dots: matmul results; sqrt: sqrt(N) segment inputs; names: those."""
     names: Annotated[tuple[TensorName, ...], Field(strict=False)] = ()
-    """Tensors that policy names keeps on the device."""
+    """Tensors that are kept on the device under policy names."""
     offload: Annotated[tuple[TensorName | Literal["block_input"], ...], Field(strict=False)] = ()
     """Tensors kept in host memory, under policies full and names: block_input, or a tensor not in remat.names."""
 
@@ -105,9 +105,9 @@ class RematConfig(Group):
     def _together(self) -> Self:
         wrong = None
         if self.policy == "names" and (not self.names or {*self.names} & {*self.offload}):
-            wrong = "remat.policy=names needs remat.names, and none of them in remat.offload"
+            wrong = "remat.policy=names needs remat.names, none of them in remat.offload"
         elif self.offload and self.policy not in ("full", "names"):
-            wrong = "remat.offload takes remat.policy=full or names, which choose tensors by name"
+            wrong = "remat.offload needs remat.policy=full or names, which choose tensors by name"
         if wrong is not None:
             raise ValueError(wrong)
         return self
@@ -120,15 +120,15 @@ class LossConfig(Group):
     """The loss of language models, of classes, and of preferred answers."""
 
     z_loss: Positive | None = None
-    """Weight of the squared logsumexp that is added to the training loss (PaLM: 1e-4); null: not added."""
+    """Weight of the squared logsumexp added to the training loss (PaLM: 1e-4); null: not added."""
     logits: Literal["auto", "whole", "tokens", "vocabulary"] = "auto"
-    """Logits in memory at once: whole is all of them, tokens or vocabulary a block of that dim; auto: by their size."""
+    """Logits in memory at a time: all (whole), or chunked over tokens or vocabulary; auto: by their size."""
     block: PositiveInt | None = None
-    """Tokens or ids per block, for logits tokens and vocabulary; null: chosen from the sizes."""
+    """Tokens or ids per chunk, for logits=tokens and logits=vocabulary; null: chosen by size."""
     beta: Positive = 0.1
-    """Task dpo: how near the model stays to where it starts, above 0; a larger value keeps it nearer."""
+    """Task dpo: strength of the pull towards the starting model, above 0."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of wrong labels that is assumed: dpo, of pairs, below 0.5; classification, spread over all classes."""
+    """Assumed fraction of wrong labels: of pairs for dpo (below 0.5); over all classes for classification."""
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -151,33 +151,33 @@ class TrainConfig(Group):
     max_skipped_in_a_row: PositiveInt = 10
     """Stop (exit code 5) after this many steps in a row with non-finite gradients."""
     prefetch: Annotated[int, Field(gt=0, le=10_000)] | Literal["auto"] = "auto"
-    """Batches prepared ahead of the device; auto: 16, or fewer so that they take at most 64 MiB, but at least 2."""
+    """Batches prepared ahead of the device; auto: up to 16 that take at most 64 MiB, but at least 2."""
     workers: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = "auto"
-    """Threads that read image rows one by one; auto: the cores of this process, up to 16."""
+    """Threads that read images; auto: the cores of this process, up to 16."""
 
 
 _PLACES = "use a folder, gs://bucket/name or s3://bucket/name"
 
 
 class CheckpointConfig(Group):
-    """When the state is saved, which checkpoints are kept, and where a second copy is."""
+    """When checkpoints are saved, which are kept, and where."""
 
     every: PositiveInt | None = 1000
     """Steps between saves; null: save only at the end and on a signal."""
     every_minutes: Annotated[float, Field(gt=0, le=10_080)] | None = None
-    """Save too where this many minutes have passed since the last save; null: no such rule."""
+    """Minutes after the last save at which to save as well; null: only by steps."""
     keep_last: PositiveInt = 2
-    """Number of the newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of this step are never deleted; null: no such rule."""
+    """Never delete checkpoints at multiples of this step; null: no such rule."""
     keep_best: bool = False
-    """Keep the checkpoint with the lowest eval_loss, or with the best metric of evaluation.early_stopping."""
+    """Also keep the checkpoint with the lowest eval_loss, or the best evaluation.early_stopping.metric."""
     directory: str | None = None
     """Where checkpoints are: a folder, gs://bucket/name or s3://bucket/name; null: in the run directory."""
     mirror: str | None = None
     """Folder (or gs://, s3://) for a second copy, in a subfolder named as the run directory; null: no copy."""
     max_failed_in_a_row: PositiveInt = 3
-    """Stop (exit code 1) after this many saves in a row that failed, for lack of space or another reason."""
+    """Stop (exit code 1) after this many failed saves in a row (no space, for example)."""
 
     @field_validator("directory", "mirror")
     @classmethod
@@ -196,16 +196,16 @@ _ACCURACY = re.compile("(?<!in)accuracy", re.IGNORECASE)
 
 
 class EarlyStoppingConfig(Group):
-    """When a run ends before its last step, because a metric of the evaluations gets no better."""
+    """Ends a run early when an evaluation metric stops improving."""
 
     metric: str = "eval_loss"
-    """Metric of the evaluation, under its name in metrics.jsonl."""
+    """Evaluation metric, by its name in metrics.jsonl."""
     patience: PositiveInt = 3
-    """Stop after this many evaluations in a row without a better value."""
+    """Stop after this many evaluations in a row without improvement."""
     min_delta: NonNegative = 0.0
-    """A value is better if it differs from the best one by more than this."""
+    """Smallest change that counts as an improvement (it must be larger than this)."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether lower (min) or higher (max) values are better; auto: higher ones of an accuracy, lower ones of others."""
+    """Whether lower (min) or higher (max) values are better; auto: max for accuracies, min for others."""
 
 
 def is_higher_better(metric: str, mode: str | None) -> bool:
@@ -221,28 +221,28 @@ class EvaluationConfig(Group):
     every: PositiveInt | None = None
     """Steps between evaluations; null: evaluate only at the end."""
     max_batches: PositiveInt | None = 50
-    """Largest number of batches per evaluation, whose rows are spread over all held-out rows; null: all of them."""
+    """Largest number of batches per evaluation, taken evenly from the held-out rows; null: all rows."""
     sample_prompt: str | None = None
-    """Language models: write a sample that continues this text at the end of the run; null: no sample."""
+    """Language models: prompt of a sample that is generated at the end of the run; null: no sample."""
     sample_tokens: PositiveInt = 200
-    """Length of that sample, in tokens."""
+    """Length of the sample, in tokens."""
     sample_temperature: Annotated[float, Field(ge=0, le=1000)] = 0.8
-    """Temperature of that sample; 0 takes the most likely token."""
+    """Temperature of the sample; 0 takes the most likely token."""
     early_stopping: EarlyStoppingConfig | None = None
-    """Stop when a metric gets no better ({metric: eval_loss, patience: 3, min_delta: 0, mode: auto}); null: never."""
+    """Stop when a metric stops improving ({metric: eval_loss, patience: 3, min_delta: 0, mode: auto}); null: never."""
 
     @model_validator(mode="after")
     def _stops_between_evaluations(self) -> Self:
         if self.early_stopping is not None and self.every is None:
-            raise ValueError("early_stopping compares evaluations, and every is null; set every, such as 100")
+            raise ValueError("early_stopping needs evaluations during training; set every, such as 100")
         return self
 
 
 class LoggingConfig(Group):
-    """Where metrics are written besides metrics.jsonl."""
+    """Where metrics are written in addition to metrics.jsonl."""
 
     every: PositiveInt = 10
-    """Steps between rows of metrics."""
+    """Steps between logged rows of metrics."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False
@@ -250,26 +250,26 @@ class LoggingConfig(Group):
     mlflow: bool = False
     """Log to MLflow at MLFLOW_TRACKING_URI, or in ./mlflow.db (extra: mlflow)."""
     project: str = "jaxtrain"
-    """Project of wandb, experiment of MLflow."""
+    """Project on wandb, experiment on MLflow."""
     tags: dict[str, str] = {}  # noqa: RUF012  pydantic copies it
-    """Tags of the run on trackers, as in {team: vision}."""
+    """Tags of the run in the trackers, as in {team: vision}."""
     report: bool = True
     """Write report.html at the end."""
 
 
 class SpikesConfig(Group):
-    """Steps whose loss or gradient norm is far above those before them (docs/reliability.md)."""
+    """Skips steps whose loss or gradient norm is far above that of earlier steps (docs/reliability.md)."""
 
     watch: Literal["loss", "grad_norm", "both"] = "both"
     """The metrics that are compared."""
     window: Annotated[int, Field(ge=4, le=65536)] = 128
-    """Number of the last accepted steps that are compared with; the first half window of a run is always accepted."""
+    """Number of accepted steps to compare with; the first half window of a run is always accepted."""
     sigmas: Positive = 6.0
     """A spike is more than this many standard deviations above the mean of the window."""
 
 
 class ChecksConfig(Group):
-    """Comparisons that find devices which keep wrong numbers (docs/reliability.md)."""
+    """Checks that find devices with silent data corruption (docs/reliability.md)."""
 
     replicas_every: PositiveInt | None = None
     """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
@@ -280,22 +280,22 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 
 
 class WatchdogConfig(Group):
-    """How long each phase may take without progress; a run that stands still for longer ends with exit code 70."""
+    """How long each phase may take without progress; a run that stalls for longer ends with exit code 70."""
 
     enabled: bool = True
-    """Watch for stalls and lost processes; false: a run that hangs does so for ever."""
+    """Watch for stalls and lost processes; false: a run that hangs never ends."""
     compile_seconds: Seconds = 7_200.0
     """Limit for compiling, and for the first step of a process."""
     step_seconds: Seconds = 300.0
-    """Limit for a step, or 10 times the median step where that is longer."""
+    """Limit for a step; 10 times the median step if that is longer."""
     data_seconds: Seconds = 1_800.0
-    """Limit for the wait for a batch, or 10 times the median step where that is longer."""
+    """Limit for waiting for a batch; 10 times the median step if that is longer."""
     save_seconds: Seconds = 3_600.0
     """Limit for a save."""
     other_seconds: Seconds = 14_400.0
     """Limit for any other phase: reading data, restoring, a batch of an evaluation, a callback, the report."""
     lost_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
-    """Silence after which another process counts as lost; twice as long while it starts or reads data."""
+    """Silence after which another process counts as lost; doubled while it starts or reads data."""
 
 
 def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:
@@ -305,10 +305,10 @@ def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:
 
 
 class ProfileConfig(Group):
-    """Steps that the profiler records, written to the run directory."""
+    """Steps to record with the profiler, which writes to the run directory."""
 
     start_step: Count | None = None
-    """First of the three steps that are profiled; null: no profile."""
+    """First of three steps to profile; null: no profile."""
 
 
 class LoraConfig(Group):
@@ -324,13 +324,13 @@ class LoraConfig(Group):
     alpha: Positive = 32.0
     """The product A B is multiplied by alpha / rank."""
     dropout: Fraction = 0.0
-    """Share of an adapter's inputs that become 0 in training."""
+    """Dropout rate of an adapter's inputs."""
     targets: SomeNames = ("*",)
     """Linear layers that get an adapter: names such as query, or patterns of paths such as 'blocks/mlp/*'; '*': all."""
     rank_stabilised: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
     train_also: Names = ()
-    """Parameters that are trained whole beside the adapters, as path patterns such as 'head/*'."""
+    """Parameters that are fully trained in addition to the adapters; path patterns such as 'head/*'."""
 
     @property
     def scale(self) -> float:
@@ -339,16 +339,16 @@ class LoraConfig(Group):
 
 
 class FinetuneConfig(Group):
-    """How a pretrained model is trained further; without adapters, all of it is."""
+    """How a pretrained model is fine-tuned; without adapters, all weights are trained."""
 
     lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the weights; null: train the weights."""
+    """Train low-rank adapters (LoRA) instead of the weights; null: train the weights."""
     adapter: str | None = None
-    """Folder of an adapter, from PEFT or `jaxtrain export`, to begin with; it gives lora, model.from is its base."""
+    """Adapter to start from (PEFT or `jaxtrain export`); it sets lora, and model.from is its base."""
     base: Literal["int8", "nf4"] | None = None
-    """Number format of the frozen linear layers below the adapters; null: the dtype of the computation."""
+    """Number format of the frozen linear layers under the adapters; null: the compute dtype."""
     double_quantization: bool = True
-    """nf4: quantize the scales of the blocks too, which takes 4.127 instead of 4.5 bits per weight."""
+    """nf4: also quantize the scales of the blocks (4.127 instead of 4.5 bits per weight)."""
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
@@ -362,7 +362,7 @@ def check_run_name(name: str) -> str:
     parts = name.split("/")
     if not name.isprintable() or "\\" in name or any(not part.strip() or part in (".", "..") for part in parts):
         raise ValueError(
-            f"{name[:60]!r} is no folder below runs/; use letters, digits, '-', '_' and '.', or --run-dir for a path"
+            f"{name[:60]!r} is not a folder below runs/; use letters, digits, '-', '_' and '.', or --run-dir for a path"
         )
     return name
 
@@ -380,11 +380,11 @@ class Config(Group):
     """
 
     name: str | None = None
-    """Name of the run directory under runs/; null: the name of the config."""
+    """Name of the run directory under runs/; null: the config's name."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random number: parameters, data order, dropout."""
     task: TaskConfig = "language_modeling"
-    """What the loss compares: tokens, classes, numbers, answers (dpo, reward), images and texts; or your own (call)."""
+    """Task and loss: on tokens, classes, numbers, answers (dpo, reward), images and texts, or your own (call)."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it
@@ -394,7 +394,7 @@ class Config(Group):
     data: DataConfig = TextData()
     """Where the rows come from."""
     finetune: FinetuneConfig = FinetuneConfig()
-    """Low-rank adapters in place of the weights, and the number format of the weights below them."""
+    """Fine-tuning with low-rank adapters (LoRA), and the number format of the frozen weights."""
     optimizer: OptimizerConfig = AdamWConfig()
     """How the parameters are updated."""
     parallel: ParallelConfig = ParallelConfig()
@@ -402,25 +402,25 @@ class Config(Group):
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats of parameters and computation."""
     remat: RematConfig = RematConfig()
-    """Which activations are kept for the backward pass, and which are computed again."""
+    """Which activations are kept for the backward pass, and which are recomputed."""
     loss: LossConfig = LossConfig()
-    """The loss of language models, and of preferred answers."""
+    """The loss of language models, classes and preferences."""
     train: TrainConfig = TrainConfig()
     """Length of the run and size of the batch."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state is saved, which checkpoints are kept, and where a second copy is."""
+    """When checkpoints are saved, which are kept, and where."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
     spikes: SpikesConfig | None = None
-    """Which steps are spikes of loss or gradient norm and leave the state as it was ({}: the defaults); null: none."""
+    """Skip steps whose loss or gradient norm is a spike ({}: with the defaults); null: never."""
     checks: ChecksConfig | None = None
-    """Comparisons that find devices at fault ({replicas_every: 1000}); null: none."""
+    """Checks that find faulty devices ({replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
-    """Steps that the profiler records."""
+    """Steps to record with the profiler."""
     watchdog: WatchdogConfig | None = None
-    """How long a run may stand still before it ends with exit code 70 ({step_seconds: 300}); null: the usual limits."""
+    """How long a run may stall before it ends with exit code 70 ({step_seconds: 300}); null: the default limits."""
 
     @field_validator("name")
     @classmethod

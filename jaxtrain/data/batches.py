@@ -169,7 +169,7 @@ class Batches:
         """Returns the number of a batch, once it is known that there is one."""
         k = check_whole(k, what="Batches: k", least=0, write="batches.load(0, shardings)")
         if self._order is None and k >= len(self):
-            raise ConfigError(f"there is no batch {k}: the rows in order make the batches 0 to {len(self) - 1}")
+            raise ConfigError(f"there is no batch {k}: the rows make batches 0 to {len(self) - 1}")
         return k
 
     def _load_rows(self, k: int, needed: np.ndarray) -> Batch:
@@ -222,7 +222,7 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
             lost, why = column[kept != column], f"but those of {first} are {leaf.dtype}; give all of them one dtype"
         else:
             is_beyond = np.isfinite(column) & ~np.isfinite(kept)
-            lost, why = column[is_beyond], f"beyond what {leaf.dtype} holds; rescale the data"
+            lost, why = column[is_beyond], f"outside the range of {leaf.dtype}; rescale the data"
         if lost.size:
             raise DataError(f"{name} of {lost.flat[0]:.6g}, {why}")
         return kept
@@ -259,7 +259,7 @@ def check_bits(leaf: np.ndarray, where: str) -> None:
     kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     worst = max(int(leaf.max()), int(leaf.min()), key=abs)
     if not kept.min <= worst <= kept.max:
-        raise DataError(f"{where} of {worst}, which does not fit into {kept.dtype}; store them as float32")
+        raise DataError(f"{where} of {worst}, outside the range of {kept.dtype}; store them as float32")
 
 
 def _stacked(rows: list[Any]) -> Batch:

@@ -62,7 +62,7 @@ def reading(path: Path | str) -> Iterator[None]:
     except _FILE_ERRORS as error:
         strerror = error.strerror if isinstance(error, OSError) else None
         reason = strerror or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise DataError(f"{path} cannot be read ({reason}); repair it, or fetch it again") from None
+        raise DataError(f"{path} cannot be read ({reason}); repair it, or download it again") from None
 
 
 def is_packed(path: Path) -> bool:
@@ -172,7 +172,7 @@ def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tupl
     else:
         files, start = [require_file(root, what=what)], root.parent
     if not files:
-        raise DataError(f"{what} {path} holds, or matches, no {suffix} file; the nearest existing path is {start}")
+        raise DataError(f"{what} {path} contains or matches no {suffix} file; the nearest existing path is {start}")
     if suffix == ".txt" and (lines := next((file for file in files if plain_suffix(file) == ".jsonl"), None)):
         raise DataError(f"{what} {lines} holds JSON lines, not plain text; set data.kind=jsonl")
     named = sorted((file.absolute().relative_to(start.absolute()).as_posix(), file) for file in files)
@@ -305,7 +305,7 @@ def _explained(error: Exception, path: str, what: str) -> DataError:
     if isinstance(error, ImportError):
         return DataError(f"{what} needs a package; run: pip install {_PACKAGES[path.partition('://')[0]]}")
     if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
-        return DataError(f"{what} may not be read ({_first(error)}); check the credentials")
+        return DataError(f"access to {what} is denied ({_first(error)}); check the credentials")
     if _is_refused(error):
         return DataError(f"{what} does not exist, or holds no file; check the address")
     return DataError(

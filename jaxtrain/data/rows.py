@@ -84,7 +84,7 @@ class ArrayRows(Rows):
         lengths = {path_name(path): len(leaf) if leaf.ndim else "no" for path, leaf in leaves}
         if len(set(lengths.values())) != 1 or "no" in lengths.values():
             shown = ", ".join(f"{name} has {length} rows" for name, length in lengths.items()) or "there is none"
-            raise DataError(f"ArrayRows takes arrays of one length per entry ('inputs', 'targets'), but {shown}")
+            raise DataError(f"ArrayRows takes arrays of equal length ('inputs', 'targets'), but {shown}")
         super().__init__(len(leaves[0][1]))
         self._columns = columns
 
@@ -370,7 +370,7 @@ def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[d
         shape: tuple[int, ...] = getattr(inputs, "shape", ())
         is_known = len(shape) == 1 or (len(shape) == 2 and shape[0] == 2)
         if not is_known or inputs.dtype.kind not in "iu" or shape != getattr(targets, "shape", None):
-            raise DataError("rows are shown where their targets are tokens, one for each token of the inputs")
+            raise DataError("rows can be shown only if their targets are tokens, one per input token")
         trained = targets >= 0
         if row.get("weights") is not None:
             trained &= np.broadcast_to(row["weights"] > 0, shape)

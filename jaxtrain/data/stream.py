@@ -84,7 +84,7 @@ class BatchStream:
             found = next(self._iterator, missing)
         if found is missing:
             raise DataError(
-                f"the iterator ended after {self._position} batches; give one that goes on, fewer steps, or an object "
+                f"the iterator ended after {self._position} batches; give a longer one, fewer steps, or an object "
                 "that can be iterated again, such as a DataLoader"
             )
         # Copied: an iterator may refill its own arrays, while its batches wait in the queue or are read by devices.
@@ -100,7 +100,7 @@ def _num_rows(spec: Batch) -> int:
     if is_row or len(counts) != 1:
         shown = ", ".join(f"{path_name(path)} {list(leaf.shape)}" for path, leaf in leaves) or "nothing"
         raise DataError(
-            f"batch 0 holds {shown}, which is no number of rows; batch the rows first (DataLoader(dataset, "
+            f"batch 0 holds {shown}, which does not tell the number of rows; batch them first (DataLoader(dataset, "
             "batch_size=32)), or give a dataset with __len__ and __getitem__"
         )
     return next(iter(counts))

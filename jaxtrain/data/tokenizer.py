@@ -380,7 +380,7 @@ def special_ids(tokenizer: NamedTokens, config: TokenizerConfig | None) -> Speci
         tried = [listed.get(key, ""), *names] if given is None else [given]
         found[role] = next((i for i in map(tokenizer.token_id, tried) if i is not None), None)
         if given is not None and found[role] is None:
-            raise DataError(f"data.tokenizer.{role}={given!r} is no token of the tokenizer; give the name of one")
+            raise DataError(f"data.tokenizer.{role}={given!r} is not a token of the tokenizer; give the name of one")
     return SpecialIds(**found)
 
 
@@ -388,7 +388,7 @@ def needed(found: int | None, role: str, *, what: str) -> int:
     """Returns the id of a special token that `what` takes; a DataError where there is none for this role."""
     if found is None:
         raise DataError(
-            f"{what} takes a token that is its {role}, and the tokenizer has none of {', '.join(_ROLES[role][1:])}; "
+            f"{what} needs a {role} token, and the tokenizer has none of {', '.join(_ROLES[role][1:])}; "
             f"set data.tokenizer.{role} to a token that it has, or use data.tokenizer.kind=bpe"
         )
     return found

@@ -77,5 +77,5 @@ class HarnessModel(LM):
         said = (chat_history[-1]["content"] or "").strip()
         end = text.rfind(said)
         if end < 0:
-            raise DataError(f"{where}: the template writes the beginning of an answer, {said[:40]!r}, in other words")
+            raise DataError(f"{where}: the template changes the beginning of an answer, {said[:40]!r}")
         return text[: end + len(said)]

@@ -164,7 +164,7 @@ def encode_prompts(
     """
     for text in prompts:
         if not isinstance(tokenizer, ByteTokenizer) and any("\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"the prompt {text[:30]!a} holds what is no character; give text in UTF-8")
+            raise ConfigError(f"the prompt {text[:30]!a} has an invalid character; give text in UTF-8")
     given = [np.asarray(tokenizer.encode(prompt)).tolist() for prompt in prompts]
     encoded, end = given, tokenizer.end_of_text
     if decoder_of(model).encode is not None:
@@ -180,7 +180,7 @@ def encode_prompts(
 
 def encode_questions(tokenizer: Tokenizer, chat: ChatFormat, questions: Sequence[str]) -> EncodedPrompts:
     """Turn questions, each a conversation of its own, into ids by a chat template, which writes all special tokens."""
-    assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats are written with a tokenizer.json"
+    assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
     template = compile_template(chat, today=datetime.date.today())
     texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]
     tokens = [found.ids for found in ChatEncoder(tokenizer).encode(texts)]

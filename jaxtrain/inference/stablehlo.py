@@ -53,7 +53,7 @@ def check_flatbuffers() -> None:
 def check_folder(folder: Path) -> None:
     """Raise a ConfigError where a folder for a program exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not empty; name a new folder")
+        raise ConfigError(f"{folder} exists and is not empty; use a new folder")
 
 
 def make_program(

@@ -185,7 +185,7 @@ def write_adapter(
     entries = [row for row in rows if isinstance(row, Entry)]
     named = paths | {row.path for row in entries if factor_transforms(row, 1) is not None}
     for nameless in sorted((trained | set(kernels)) - named):
-        raise ConfigError(f"{nameless} is trained, and published files have no such parameter, or no linear layer")
+        raise ConfigError(f"{nameless} is trained, but published files have no such parameter or linear layer")
     # Every process gathers; what is None elsewhere only the main one reads.
     factors: Any = {
         path: (on_main_host(leaf.lora_a, ()), on_main_host(leaf.lora_b, ())) for path, leaf in kernels.items()

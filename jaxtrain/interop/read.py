@@ -139,8 +139,8 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any]) -> Place
     said = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in problems.items() if names]
     if said:
         raise CheckpointError(
-            f"the tensors of {published.path} do not fit its config.json as the family {published.family.name} reads "
-            f"it: it {'; it '.join(said)}"
+            f"the tensors of {published.path} do not fit its config.json by the family {published.family.name}: "
+            f"it {'; it '.join(said)}"
         )
     for row in (row for row in rows if isinstance(row, Tied)):
         name, place = next((one for one in names_of(row) if one in tensors), None), places.params.get(row.to)

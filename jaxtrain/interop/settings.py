@@ -46,8 +46,8 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
     families = list(FAMILIES.values()) if model_type is None else [family_of(model_type)]
     nearest = min(families, key=lambda family: len(_unsaid(family, settings)))
     if problems := _unsaid(nearest, settings):
-        which = "no published family has this model; the nearest," if model_type is None else "the model came from"
-        raise ConfigError(f"{which} {nearest.name}, which cannot say {problems[0]}")
+        which = "no published family fits this model; the nearest," if model_type is None else "the model came from"
+        raise ConfigError(f"{which} {nearest.name}, which cannot express {problems[0]}")
     return nearest
 
 
@@ -89,7 +89,7 @@ def _head_shape(head: HeadConfig | None) -> dict[str, Any]:
 def fresh_notes(model: Group) -> list[str]:
     """Returns a line about what is drawn although the model starts from a published one."""
     patterns = ", ".join(fresh_parts(model))
-    return [f"{patterns} drawn anew: {published_from(model)} has another head; all else is read"] if patterns else []
+    return [f"{patterns} newly initialized: {published_from(model)} has another head"] if patterns else []
 
 
 def check_fits(model: Group) -> None:
@@ -111,8 +111,8 @@ def check_fits(model: Group) -> None:
             continue
         if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):
             raise ConfigError(
-                f"model.{key}={ours[key]} asks for other arrays than {path} holds, where it is {theirs[key]}; leave "
-                f"model.{key} out, or leave out model.from to draw every weight"
+                f"model.{key}={ours[key]} does not fit the weights of {path}, where it is {theirs[key]}; leave "
+                f"model.{key} out, or leave out model.from to initialize all weights"
             )
 
 

@@ -253,7 +253,7 @@ def _num_bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size < 1:
-        raise ConfigError(f"max_shard_size={text!r} is no size; write a number with KB, MB or GB, as in 5GB")
+        raise ConfigError(f"max_shard_size={text!r} is not a size; write a number with KB, MB or GB, as in 5GB")
     return size
 
 
@@ -315,7 +315,7 @@ def partial_folder(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: The folder that is asked for is not empty, or the file system refuses.
     """
-    partial, problem = partial_of(folder), "is there already and not empty"
+    partial, problem = partial_of(folder), "exists and is not empty"
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         try:
             # What an export that was killed has left.

@@ -216,6 +216,8 @@ def _stack_products(stack: Stack) -> dict[str, list[Product]]:
     chosen = 1 if config.experts is None else config.experts.experts_per_token
     router = () if config.experts is None else (matmul("mlp/router", math.prod(router_shape(config).kernel)),)
     mlp = [matmul(f"mlp/{name}", chosen * math.prod(one.kernel)) for name, one in mlp_shapes(config).items()]
+    if config.shared is not None:
+        mlp += [matmul(f"shared/{name}", math.prod(one.kernel)) for name, one in mlp_shapes(config.shared).items()]
     attention = attention_shapes(config)
     query_dim = math.prod(attention["query"].outputs)
     # Scores and values are one product each over the pairs.

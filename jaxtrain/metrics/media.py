@@ -47,7 +47,7 @@ def sorted_values(values: Mapping[str, Any], *, inside: str = "") -> tuple[dict[
             media[inside + name] = {"png": base64.b64encode(png).decode("ascii")}
         else:
             raise ConfigError(
-                f"moment.log: {name} {list(array.shape)} is no image [H, W, 1 or 3]; log {name}[0], or {name}.ravel()"
+                f"moment.log: {name} {list(array.shape)} is not an image [H, W, 1 or 3]; log {name}[0], {name}.ravel()"
             )
     return numbers, media
 

@@ -117,11 +117,11 @@ class BackgroundTracker(Background):
         while self._thread.is_alive() and not is_over():
             if not is_said and time.monotonic() - self._ended_at > _SAID_AFTER_SECONDS:
                 is_said = True
-                self._report(f"waiting for {self._name} to take what is left; Ctrl-C ends the wait")
+                self._report(f"waiting for {self._name} to receive the remaining rows; Ctrl-C stops waiting")
             self._thread.join(0.1)
         reason = self._reason or "it did not answer"
         if missing := self._untaken + self._dropped + len(self._waiting):
-            self._report(f"{self._name} did not take {missing} rows: {reason}; metrics.jsonl has them all")
+            self._report(f"{self._name} did not receive {missing} rows: {reason}; metrics.jsonl has them all")
         elif not self._is_complete:
             self._report(f"{self._name} has all rows, but not the end of the run: {reason}")
 
@@ -186,7 +186,7 @@ class BackgroundTracker(Background):
             if count >= tries or is_last:
                 return None
             if count == 2 and not self._ending.is_set():
-                self._report(f"{self._name} takes no rows: {self._reason}; training goes on without it")
+                self._report(f"{self._name} receives no rows: {self._reason}; training continues without it")
             left = max(0.0, min(pause, _LONGEST_LAST_PAUSE, until - time.monotonic()))
             if self._ending.is_set():
                 time.sleep(left)

@@ -167,9 +167,9 @@ class LastingWriter(JsonlWriter):
         except OSError as error:
             self._reason = error.strerror or str(error)
         if self._reason and not was_waiting:
-            self._report(f"{self.path} cannot be written: {self._reason}; training goes on, and rows wait in memory")
+            self._report(f"{self.path} cannot be written: {self._reason}; training continues; rows stay in memory")
         elif was_waiting and not self._reason:
-            self._report(f"metrics are written to {self.path} again, with the rows that waited")
+            self._report(f"metrics are written to {self.path} again, including the rows in memory")
 
     def close(self) -> None:
         """Write the rows that wait, and close the file.

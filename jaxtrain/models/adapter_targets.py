@@ -56,7 +56,7 @@ def check_train_also(
         if path is not None:
             why = "has an adapter" if path in targets else f"is stored in {base}"
             raise ConfigError(
-                f"lora.train_also: {pattern!r} matches {path}, which {why} and is not trained whole; leave it out"
+                f"lora.train_also: {pattern!r} matches {path}, which {why} and cannot be fully trained; leave it out"
             )
 
 

@@ -63,7 +63,7 @@ def adapt(
     if base not in (None, "int8", "nf4") or (lora is None and base is None):
         raise ConfigError("adapt takes lora=jt.LoraConfig(rank=16), base='int8' or 'nf4', or both")
     if model.adapted is not None:
-        raise ConfigError(f"the model {model.name} is adapted already; adapt the model that it was made of")
+        raise ConfigError(f"the model {model.name} has adapters already; adapt the model without them")
     _check_linears(model, "adapt")
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
     targets = {} if lora is None else find_targets(model.name, model.linears, lora)
@@ -254,7 +254,7 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
             return leaf
         if is_kernel(leaf):
             why = "has an adapter, so merge it first" if isinstance(leaf, LowRankKernel) else "is quantized already"
-            raise ConfigError(f"{name} {why} (merge_adapters, jaxtrain export --merge): {format} is of float kernels")
+            raise ConfigError(f"{name} {why} (merge_adapters, jaxtrain export --merge): {format} needs float kernels")
         if format == "nf4":
             return quantize_nf4(leaf, *model.linears[name])
         return quantize_kernel(leaf, *model.linears[name])

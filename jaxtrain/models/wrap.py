@@ -268,7 +268,7 @@ def from_models(models: Mapping[str, Model], *, name: str | None = None) -> Mode
     for part, model in models.items():
         if model.adapted is not None:
             raise ConfigError(
-                f"from_models: the model {part!r} is adapted already, and the whole would train its base; adapt the "
+                f"from_models: the model {part!r} has adapters already, but the whole would train its base; adapt the "
                 f"whole: jt.adapt(from_models(...), lora=jt.LoraConfig(targets=('{part}/*',)))"
             )
 

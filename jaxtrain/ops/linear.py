@@ -58,7 +58,7 @@ def use_linear_format(name: str | None, *, required_of: str | None = None) -> It
         _in_fp8.reset(token)
     if name is not None and required_of is not None and not layers:
         raise ConfigError(
-            f"precision.policy={name} is for linear layers with kernels of floats (jaxtrain.models.layers.Linear), and "
+            f"precision.policy={name} needs linear layers with float kernels (jaxtrain.models.layers.Linear), but "
             f"the model {required_of} has none; use precision.policy=bf16"
         )
 

@@ -83,11 +83,11 @@ def update_on_host(
     on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
     why = why_not_in_slices(optimizer, optimizer_state, params)
     if why is not None:
-        note_choice("optimizer state", "on the host, whole arrays pass by the device", [("slices", why), *on_cpu])
+        note_choice("optimizer state", "on the host, updated on the device as whole arrays", [("slices", why), *on_cpu])
         params, state = advance(gradients, _to_device(optimizer_state), params, scalars)
         return params, to_host(state)
 
-    note_choice("optimizer state", "on the host, slices pass by the device", on_cpu)
+    note_choice("optimizer state", "on the host, updated on the device in slices", on_cpu)
     if layout.mesh.size == 1:
         return _stream(advance, gradients, optimizer_state, params, scalars)
     also = layout.state_axes

@@ -103,7 +103,7 @@ def pipeline_schedule(
         works = "use train.accumulation_steps" if num_stages == 1 else "set one of them"
         raise ConfigError(
             f"parallel.microbatches={microbatches} with parallel.pipe={num_stages} and train.accumulation_steps="
-            f"{accumulation_steps}: microbatches are of a pipeline, and are its accumulation; {works}"
+            f"{accumulation_steps}: the microbatches of a pipeline replace accumulation steps; {works}"
         )
     if num_stages == 1:
         return None

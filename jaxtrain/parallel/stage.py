@@ -186,7 +186,7 @@ def empty_carry(stage: Stage) -> Tree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ConfigError(
-                f"what embed gives holds {leaf.dtype} at {path_name(path) or 'its top'}; stages pass floats only: "
+                f"embed returns {leaf.dtype} at {path_name(path) or 'its top'}, but stages pass floats only: "
                 "take it from the inputs, which every block gets"
             )
     return _zeros(carry)
@@ -293,7 +293,7 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
         if jitted.trace(*args).jaxpr.effects:
             raise ConfigError(
                 f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss prints (jax.debug.print), "
-                "which jax cannot in a stage; take that out, or use parallel.pipe=1"
+                "which jax cannot do in a stage; remove that, or use parallel.pipe=1"
             )
         return jitted(*args)
 

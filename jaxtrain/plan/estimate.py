@@ -140,7 +140,7 @@ def _notes(config: Config, target: Target, *, has_time: bool) -> list[str]:
         notes.append(f"{hardware.title} has no published rate for precision.policy={config.precision.policy}: no time")
     elif rented != target.num_devices and (hardware.on_demand_usd_hour or hardware.spot_usd_hour):
         notes.append(
-            f"{hardware.name} is rented in counts of {', '.join(map(str, hardware.shapes))}: the rent is that of "
+            f"{hardware.name} is rented in units of {', '.join(map(str, hardware.shapes))}: the cost is for "
             f"{rented} devices, of which {target.num_devices} {'is' if target.num_devices == 1 else 'are'} used"
         )
     if config.precision.policy == "fp8" and not has_fp8(target):
@@ -170,7 +170,7 @@ def check_can_estimate(config: Config, option: str) -> None:
     """
     if functions := own_functions(config):
         raise ConfigError(
-            f"{option} needs the time of a step, which is not known of a function of your own ({functions}); set "
+            f"{option} needs the step time, which is unknown for your own functions ({functions}); set "
             "degrees, as in parallel.fsdp=auto, and compare layouts with jaxtrain plan and jaxtrain bench"
         )
 
@@ -194,5 +194,5 @@ def _analyse_own(config: Config, target: Target) -> Estimate:
         memory=memory,
         time=None,
         cost=None,
-        unknown=f"no formula knows the work of {functions}",
+        unknown=f"no formula covers the work of {functions}",
     )

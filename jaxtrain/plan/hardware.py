@@ -204,7 +204,7 @@ def find(name: str, hardware: Mapping[str, Hardware] | None = None) -> Hardware:
     if asked in known:
         return known[asked]
     close = difflib.get_close_matches(asked, names(known), 3, 0.6)
-    nearest = f"did you mean {' or '.join(close)}? Else" if close else "it has no Macs and no cards of laptops;"
+    nearest = f"did you mean {' or '.join(close)}? Else" if close else "it has no Macs and no laptop GPUs;"
     raise ConfigError(f"no {name!r} in the catalogue: {nearest} add a row with --hardware FILE (docs/planner.md)")
 
 

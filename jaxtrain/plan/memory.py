@@ -352,7 +352,8 @@ def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
     tensor, experts, schedule = degrees["tensor"], step.experts, step.schedule
     t, d, heads, groups, k = step.tokens(stack), model.embed_dim, model.num_heads, model.kv_heads, model.head_width
     rows = 1.0 if experts is None else experts.rows
-    hidden = rows * model.mlp_width / tensor
+    shared = 0 if model.experts is None else (model.experts.shared_dim or 0)
+    hidden = (rows * model.mlp_width + shared) / tensor
     matrices = len(mlp_shapes(model)) - 1
     norms = _NORMS.get(model.block, 2) + (stack.memory_length is not None)
     residual = tensor if step.config.parallel.sequence_parallel else 1

@@ -253,7 +253,7 @@ def why_not(found: Found) -> list[str]:
         nearest = found.too_large[0]
         needed, there = format_gib(nearest.memory.total_bytes), format_gib(nearest.memory.usable_bytes or 0)
         lines.append(
-            f"{len(found.too_large)} layouts need more memory than the {there} there are; the smallest "
+            f"{len(found.too_large)} layouts need more memory than {there}; the smallest needs "
             f"{needed}: {describe_layout(nearest.config, found.vary)}"
         )
     # Reasons that differ in numbers only are one, shown by its first.
@@ -333,10 +333,10 @@ def chosen(config: Config, target: Target, sizes: RowSizes | None = None) -> tup
     if not found.ranked:
         raise ConfigError(f"parallel.auto: no layout of {target.name} fits: {reasons[0]}; see jaxtrain plan --search")
     best = found.ranked[0]
-    time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms a step bound by {best.time.bound}"
+    time = "" if best.time is None else f", {best.time.seconds * 1e3:.0f} ms per step, bound by {best.time.bound}"
     line = (
         f"parallel.auto chose {describe_layout(best.config)} out of {found.tried} layouts for {target.name}: predicted "
-        f"{format_gib(best.memory.total_bytes)} a device{time}"
+        f"{format_gib(best.memory.total_bytes)} per device{time}"
     )
     picked = best.config.parallel.model_copy(update={"auto": False})
     return config.model_copy(update={"parallel": picked}), [line, *(reasons[:1] if found.too_large else [])]

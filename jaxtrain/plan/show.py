@@ -134,7 +134,7 @@ def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> lis
     """What a search found: the first ten layouts that fit, of which `plans` may be compiled, and why others do not."""
     first, lines = found.ranked[:10], []
     if not first:
-        lines.append(f"{target.name}: none of {found.tried} layouts fits; the plan is of the one of the least memory")
+        lines.append(f"{target.name}: none of {found.tried} layouts fits; the plan shows the one of the least memory")
     else:
         unit, order = first[0].workload.unit, "by memory, since no time is known"
         if first[0].time is not None:
@@ -146,7 +146,7 @@ def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> lis
             speed = f"{format_count(one.tokens_per_second or one.rows_per_second)} {one.workload.unit}/s"
         layout = describe_layout(one.config, found.vary)
         compiled = next((each for each in plans if each.exact is not None and each.config == one.config), None)
-        layout += "; too large by the compiler" if compiled is not None and compiled.fits is False else ""
+        layout += "; too large according to the compiler" if compiled is not None and compiled.fits is False else ""
         lines.append(f"  {place:>2}. {speed:>10}  {size_text((compiled or one).peak_bytes):>10}  {layout}")
     return [*lines, *(f"  {line}" for line in why_not(found))]
 
@@ -194,7 +194,7 @@ def _setup(estimate: Estimate) -> dict[str, str]:
     }
     if target.num_hosts > 1:
         rate, between = hardware.network_bandwidth, "slices" if hardware.kind == "tpu" else "nodes"
-        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) a device between {between} (--network)"
+        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) per device between {between} (--network)"
     if parallel.zero:
         rows["ZeRO"] = f"stage {parallel.zero}"
     if degrees["pipe"] > 1:
@@ -227,7 +227,7 @@ def _setup(estimate: Estimate) -> dict[str, str]:
 def _memory(estimate: Estimate, *, alone: bool) -> dict[str, str]:
     memory = estimate.memory
     total, capacity = memory.total_bytes, memory.capacity_bytes
-    counts = {**memory.parts, "total": total, "of it between steps": memory.state_bytes}
+    counts = {**memory.parts, "total": total, "between steps": memory.state_bytes}
     rows = {name: f"{size_text(n):>12}" + (_share(n, total) if alone else "") for name, n in counts.items()}
     if estimate.exact is not None:
         rows["by the compiler"] = f"{size_text(estimate.exact.peak_bytes):>12}"

@@ -124,7 +124,7 @@ def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float
         sums = 3 if stack.memory_length is not None else 2
         count = sums * again + sums
         volume = layers * count * 2 * stream * (degrees["tensor"] - 1) / degrees["tensor"]
-        sent.append(Sent("tensor", volume, f"{label}residual stream, {count} all-reduces a layer"))
+        sent.append(Sent("tensor", volume, f"{label}residual stream, {count} all-reduces per layer"))
     if degrees["context"] > 1:
         of_form = [
             count * _attention_traffic(step, stack, form, again) for form, count in attention_forms(model).items()
@@ -354,7 +354,7 @@ def step_time(
     hidden = [axis for axis in _OVERLAP if any(one.axis == axis for one in sent)]
     if hidden:
         shown = ", ".join(f"{axis} behind {_OVERLAP[axis][0]:.0%} of the compute" for axis in hidden)
-        assumptions.append(f"traffic hides: {shown}; the range has all of it hidden, and none")
+        assumptions.append(f"traffic hides: {shown}; the range covers all and none of it hidden")
     return StepTime(
         seconds=seconds,
         low_seconds=rated[_BEST][2],

@@ -198,11 +198,14 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
         router = 2 * t * d * experts.num_experts
     matrices = len(mlp_shapes(model))
     mlp_weights = matrices * d * f / tensor
-    mlp_flops = 2 * t * mlp_weights * multiplied
+    shared = 0 if experts is None else (experts.shared_dim or 0)
+    shared_weights = matrices * d * shared / tensor
+    mlp_flops = 2 * t * (mlp_weights * multiplied + shared_weights)
     # What a manual region runs again is the experts, not the router before it.
     experts_again = 0.0 if work is None else work.again * mlp_flops / (mlp_flops + router)
     share = max(recomputed_share(remat, matmul=True, names=("mlp_hidden", "mlp_output")), experts_again)
     moved = size * (mlp_weights * kernels + rows * t * (2 * d + matrices * f / tensor))
+    moved += size * (shared_weights + t * (2 * d + matrices * shared / tensor)) if shared else 0
     if experts is None:
         blocks.append(block("MLP", mlp_flops, moved, share, linear=True))
     else:

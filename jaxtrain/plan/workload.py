@@ -223,7 +223,7 @@ def _sizes_of_text(config: Config) -> RowSizes:
     assert not isinstance(data, CalledData | DigitsData | ImageFolderData | ImageRecordsData | TableData)
     length = data.sequence_length or getattr(model, "max_sequence_length", None)
     if length is None:
-        raise ConfigError("data.sequence_length is null and model.call says nothing of it; set it, such as 256")
+        raise ConfigError("data.sequence_length is null and model.call does not set it; set it, such as 256")
     vocab_size, notes = None, ()
     match data:
         case SyntheticData():
@@ -271,7 +271,7 @@ def _of_model(config: Config, sizes: RowSizes, source: str) -> RowSizes:
         case TransformerConfig() | EncoderDecoderConfig():
             vocab_size = model.vocab_size or vocab_size
             if vocab_size is None:
-                raise ConfigError(f"{source} names no vocabulary; set model.vocab_size to that of the tokenizer")
+                raise ConfigError(f"{source} has no vocabulary size; set model.vocab_size to the tokenizer's")
             head = model.head if isinstance(model, TransformerConfig) else None
             if head is None or not head.has_labels:
                 return replace(sizes, vocab_size=vocab_size)
@@ -286,7 +286,7 @@ def _of_model(config: Config, sizes: RowSizes, source: str) -> RowSizes:
             return sizes
     num_outputs = own or num_outputs
     if num_outputs is None:
-        raise ConfigError(f"{source} names neither classes nor targets; set model.{key}")
+        raise ConfigError(f"{source} has no number of classes or targets; set model.{key}")
     if isinstance(model, ResNetConfig) and len(sizes.input_shape) != 3:
         raise ConfigError(f"model.kind=resnet takes images, but a row of {source} is {sizes.input_shape}")
     if isinstance(model, ViTConfig):

@@ -166,6 +166,6 @@ def check_sums(policy: Policy, mesh: Mesh, *, backward: bool) -> None:
         return
     if backward or any(size > 1 for axis, size in mesh.shape.items() if axis not in _ADDED_BACKWARD_ALONE):
         raise ConfigError(
-            f"precision policy {policy.name} computes in float16, of which Gloo loses numbers where it adds them up "
-            "between CPU devices; use bf16 or fp32, or a process that joins no cluster (--emulate N for N devices)"
+            f"precision policy {policy.name} computes in float16, which Gloo does not add up correctly "
+            "between CPU processes; use bf16 or fp32, or a single process (--emulate N for N devices)"
         )

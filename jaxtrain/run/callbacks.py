@@ -270,7 +270,7 @@ class Watch:
             count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
             better = "higher" if is_higher_better(rule.metric, rule.mode) else "lower"
             self.status = EARLY_STOPPED
-            self.reason = f"{rule.metric} got no better in {count} ({better} is better), {best}"
+            self.reason = f"{rule.metric} did not improve in {count} ({better} is better), {best}"
 
 
 def _by_process_0(verdict: bool) -> bool:

@@ -23,7 +23,7 @@ from jaxtrain.runtime.terminal import print_remark
 LOCK_NAME = "lock"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
-_INSTEAD = "use a local folder; checkpoints alone can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
+_INSTEAD = "use a local folder; only checkpoints can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
 _OF_A_RUN = (
     *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "reference.npz"),
     *("profile", "trackers", TOKENIZER_FILE, "tokenizer_config.json"),

@@ -124,7 +124,7 @@ def _merged(run: OpenedRun, settings: Mapping[str, Any]) -> Params:
     difference = float(np.abs(wanted - found).max() / (np.ptp(wanted) or 1.0))
     if not difference <= _SUMS:
         raise CheckpointError(
-            f"the merged model is not the base with its adapters: its logits differ by {difference:.1e} of their "
+            f"the merged model differs from the base with its adapters: logits differ by {difference:.1e} of their "
             "range; leave --merge out"
         )
     print_remark(f"merged: logits differ by {difference:.1e} of their range from base and adapters")
@@ -208,5 +208,5 @@ def _program_rows(opened: OpenedModel) -> Mapping[str, jax.ShapeDtypeStruct]:
             names |= {"segments": length} | ({"token_types": length} if config.token_types else {})
         return {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in names.items()}
     if not shape or dtype is None:
-        raise ConfigError(f"{os.fspath(opened)} does not say the shape of its rows; use jax.export on its model")
+        raise ConfigError(f"{os.fspath(opened)} does not record the shape of its rows; use jax.export on its model")
     return {"inputs": jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))}

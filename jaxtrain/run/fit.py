@@ -166,7 +166,7 @@ def fit(
     folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
     loaded = load_config({**settings, "name": folder.name or "run"}, keywords=overrides, origin=origin)
     if run_dir is None:
-        note = f"run_dir was not given: this run is {folder}, and run_dir='{folder}' goes on with it"
+        note = f"run_dir was not given: this run is in {folder}; run_dir='{folder}' resumes it"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
     # A task that the config names is the config's: whoever opens the run need not give it again.
     own_task = None if is_of_config else task
@@ -181,7 +181,7 @@ def _sizes(data: Data, batch_size: int, *, epochs: float | None, has_batch_size:
     if has_batch_size and batch_size != found:
         raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {found} rows; leave it out")
     if epochs is not None:
-        raise ConfigError(f"epochs={epochs}, but an iterable of batches does not say its length; give steps=")
+        raise ConfigError(f"epochs={epochs}, but an iterable of batches has no known length; give steps=")
     return {"global_batch_size": found}
 
 

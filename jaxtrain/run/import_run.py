@@ -38,7 +38,7 @@ def import_run(
     """Make the directory of a run of a published model, or of an adapter and its `base`."""
     run_dir = Path(run_dir)
     if is_run(run_dir):
-        raise ConfigError(f"{run_dir} is a run already; name a new directory")
+        raise ConfigError(f"{run_dir} is a run already; use a new directory")
     path = Path(published_place(path, what="import"))
     base = None if base is None else Path(published_place(base, what="--base"))
     loaded = load_config(_config(path, base), overrides=overrides, origin="import")
@@ -69,7 +69,7 @@ def _config(path: Path, base: Path | None) -> dict[str, Any]:
     if is_adapter_folder(path):
         if base is None:
             named = open_adapter_folder(path).config.base or "a base that it does not name"
-            raise ConfigError(f"{path} is an adapter of {named}; write --base and the folder of that model")
+            raise ConfigError(f"{path} is an adapter of {named}; give that model with --base FOLDER")
         path, tree["finetune"] = base, {"adapter": str(path)}
     elif base is not None:
         raise ConfigError(f"--base {base} is for adapters, and {path} has no {CONFIG}; leave --base out")

@@ -128,7 +128,7 @@ class Interrupt:
 
     def _left(self) -> PreemptedError:
         by = f" by {self._reason}" if self._reason else ""
-        return PreemptedError(f"stopped{by} where nothing was unsaved{self.seconds_since()}: run again to go on")
+        return PreemptedError(f"stopped{by} with nothing unsaved{self.seconds_since()}: run again to resume")
 
     @contextlib.contextmanager
     def _raising(self, close: Callable[[], object] | None) -> Iterator[None]:

@@ -183,7 +183,7 @@ def _data_failed(session: Session, number: int, state: TrainState, error: Except
     is_line = isinstance(error, DataError)
     if session.save_on_failure(number, state, says=not is_line) and is_line:
         where = f"step {number} is saved in {session.checkpointer.directory}"
-        raise DataError(f"{error}; {where}: run again with such data to go on") from error
+        raise DataError(f"{error}; {where}: run again with such data to resume") from error
 
 
 class _Profile:

@@ -322,7 +322,7 @@ class OpenedRun(OpenedModel):
             fingerprint = json.loads(json.dumps(self.data.fingerprint)) if data is None else None
             if self._has_other_data or fingerprint is None or fingerprint != self._trained_on.get("fingerprint"):
                 raise DataError(
-                    f"task {self.task.name!r} needs numbers that {FILE} has of the run's own rows alone; give rows "
+                    f"task {self.task.name!r} needs numbers that {FILE} has only for the run's own rows; give rows "
                     f"with an entry '{ENTRY}' (jaxtrain.reference_rows)"
                 )
             rows = own_rows_with_reference(rows, self.path)
@@ -373,7 +373,7 @@ class OpenedFolder(OpenedModel):
         over = None if self._adapter is None else str(self._adapter)
         start = accept_start(path, None, fresh, sharded_model=model, trains=lambda name: False, adapter=over)
         if start.params is None or jax.tree.structure(start.params) != jax.tree.structure(model.abstract_params):
-            raise ConfigError(f"{path} has no weights for the head that is asked for; leave model.head out")
+            raise ConfigError(f"{path} has no weights for the requested head; leave model.head out")
         params = quantized(start.params, model, self._quantize, report=print_remark)
         return EvaluationState(params, start.model_state or {})
 
@@ -401,7 +401,7 @@ def open_model(
             raise ConfigError(f"--adapter is for published folders; write jaxtrain import {adapter} --base FOLDER")
         return open_run(path, step=step, overrides=words, mesh=mesh, quantize=quantize, report=report)
     if step is not None:
-        raise ConfigError(f"--step {step} is for runs, and {path} is none; leave it out")
+        raise ConfigError(f"--step {step} is for runs, which {path} is not; leave it out")
     if is_adapter:
         path, adapter = _base_of(path), path
     distributed.start()
@@ -440,7 +440,7 @@ def _base_of(adapter: Path) -> Path:
     named = open_adapter_folder(adapter).config.base
     base = None if named is None else Path(published_place(Path(named).expanduser(), what=f"the base of {adapter}"))
     if base is None or not is_published(base):
-        raise ConfigError(f"{adapter / CONFIG} names the base {named}, which is not here; put it there")
+        raise ConfigError(f"{adapter / CONFIG} names the base {named}, which does not exist; put it there")
     return base
 
 
@@ -450,7 +450,7 @@ def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Ser
     sharded, decoder = model.sharded_model, model.sharded_model.model.decoder
     if not embeds(model) and (decoder is None or decoder.encode is not None):
         raise ConfigError(
-            f"{path} cannot be served: it gives neither embeddings nor the next token alone; sample an encoder-decoder "
+            f"{path} cannot be served: it outputs neither embeddings nor the next token; sample an encoder-decoder "
             "with jaxtrain sample, or set model.head.kind=embedding model.head.pooling=mean for an encoder"
         )
     return Served(

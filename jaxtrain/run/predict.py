@@ -132,7 +132,7 @@ class OpenedModel:
         """
         name, kind = os.fspath(self), _kind(self)
         if probabilities and kind in ("number", "embedding"):
-            raise ConfigError(f"{name} gives {kind}s, which have no probabilities; leave --probabilities out")
+            raise ConfigError(f"{name} predicts {kind}s, which have no probabilities; leave --probabilities out")
         rows, files = _read_rows(self, Path(path).expanduser())
         outputs = self.predict(rows, batch_size=batch_size)
         if not isinstance(outputs, np.ndarray):
@@ -222,7 +222,7 @@ def check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
     other = [key for key in ("classes", "mean", "deviation") if saved.get(key) != own.get(key)]
     if other:
         raise DataError(
-            f"this data has other {', '.join(other)} than the run's; write jaxtrain.open_data({{...}}, "
+            f"the {', '.join(other)} of this data and of the run differ; write jaxtrain.open_data({{...}}, "
             'reading=run.info["data"]["reading"])'
         )
 
@@ -287,7 +287,7 @@ def _read_rows(model: OpenedModel, path: Path) -> tuple[Any, list[Path] | None]:
         files = [path] if path.is_file() else image_files(path)
         return centered_images(files, image_size=data.image_size), files
     if model.tokenizer is None:
-        raise ConfigError(f"{os.fspath(model)} reads no table, texts or images; use jaxtrain.open_run(...).predict")
+        raise ConfigError(f"{os.fspath(model)} takes no table, text or image; use jaxtrain.open_run(...).predict")
     # Rows as long as in training; those of a published model, as long as the longest text needs.
     length = shape[-1] if shape else getattr(model.config.model, "max_sequence_length", 0)
     tokens = framed_tokens(model.tokenizer, getattr(data, "tokenizer", None) if shape else None)
@@ -331,7 +331,7 @@ def writer_of(model: OpenedModel, *, answers: bool = False) -> OpenedModel:
     """The model, if it writes texts, and with `answers` has a chat template."""
     if embeds(model) or model.sharded_model.model.decoder is None:
         name = model.sharded_model.model.name
-        raise ConfigError(f"{os.fspath(model)} (model {name}) writes no text; use jaxtrain predict or jaxtrain serve")
+        raise ConfigError(f"{os.fspath(model)} (model {name}) generates no text; use jaxtrain predict or serve")
     if answers and model.chat is None:
         raise ConfigError(f"{os.fspath(model)} has no chat template; leave --chat out, and ask in plain text")
     return model
@@ -340,7 +340,7 @@ def writer_of(model: OpenedModel, *, answers: bool = False) -> OpenedModel:
 def tokenizer_of(model: OpenedModel) -> BpeTokenizer | ByteTokenizer:
     """The tokenizer of a model that is asked in texts."""
     if not isinstance(model.tokenizer, BpeTokenizer | ByteTokenizer):
-        raise ConfigError(f"{os.fspath(model)} has no tokenizer.json, so that nobody can ask it; put its own there")
+        raise ConfigError(f"{os.fspath(model)} has no tokenizer.json; copy that of the model there")
     return model.tokenizer
 
 

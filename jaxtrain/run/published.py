@@ -75,7 +75,7 @@ def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
     names = label_names(read_published_config(Path(path))) or []
     if list(classes) != list(names) and sorted(classes) == sorted(names):
         raise ConfigError(
-            f"the head of {path} gives {', '.join(names[:3])}, ..., and the data numbers its classes "
+            f"the head of {path} numbers its classes {', '.join(names[:3])}, ..., but the data "
             f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
         )
 

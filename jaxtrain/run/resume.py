@@ -42,7 +42,7 @@ from jaxtrain.train.state import (
 )
 from jaxtrain.train.step import TrainStep
 
-_GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to go on with the change"
+_GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to resume with the change"
 _SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
 # data is noticed by its content, and more steps are how a run is made longer.
@@ -180,7 +180,7 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
         return given
     if not isinstance(path, str | Path):
         raise ConfigError(
-            "checkpoints of adapters name the weights below them, and params= are arrays; give the path of a run, of a "
+            "checkpoints of adapters name their base weights, but params= are arrays; give the path of a run, of a "
             "checkpoint that holds them, or of a published folder"
         )
     if not is_published(path):

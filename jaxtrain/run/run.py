@@ -285,7 +285,7 @@ def prepare_session(
         if has_ended:
             is_done = start >= run.config.train.steps
             how, key = ("trained to", "train.steps") if is_done else ("stopped early at", "the patience")
-            progress.message(f"already {how} step {start}: raise {key} to go on, or start again with --resume never")
+            progress.message(f"already {how} step {start}: raise {key} to continue, or start again with --resume never")
         elif resumed is not None:
             with spent.measure("compiling"):
                 _compile(run, progress, None)
@@ -374,7 +374,7 @@ def _begin_directory(run: Run, run_dir: Path, checkpointer: Checkpointer, progre
     """Move what an earlier run left aside."""
     if is_main_process():
         if (previous := set_aside(run_dir)) is not None:
-            progress.message(f"what an earlier run left here was moved to {previous}")
+            progress.message(f"the files of an earlier run were moved to {previous}")
         begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
     checkpointer.begin_anew()
 
@@ -406,7 +406,7 @@ def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> lis
     ]
     if trains is not None:
         trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(step.abstract_state, trains).params))
-        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold them alone")
+        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold only these")
     unused = unused_accelerator(jax.devices()[0].platform)
     return [
         *lines,

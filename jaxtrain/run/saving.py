@@ -149,7 +149,7 @@ class RunSaves:
     def _agree(self, failure: SaveError | None) -> None:
         """Note a failure of this process, or of another one."""
         if self._several and not everyone(failure is None) and failure is None:
-            raise StorageError(f"another process cannot save checkpoints, its message says why; {self._left()}")
+            raise StorageError(f"another process cannot save checkpoints (see its message); {self._left()}")
         if failure is not None:
             self._note_failure(failure)
 
@@ -163,7 +163,7 @@ class RunSaves:
             count = "1 save" if most == 1 else f"{most} saves in a row"
             raise StorageError(f"{failure}; {count} failed (checkpoint.max_failed_in_a_row), {self._left()}")
         more = most - self._failed_in_a_row
-        self._report(f"{failure}; training goes on, {self._left()}, and stops after {more} more such saves in a row")
+        self._report(f"{failure}; training continues, {self._left()}, and stops after {more} more such saves in a row")
 
     def _left(self) -> str:
         return "no step is saved" if self._complete is None else f"step {self._complete} is saved"

@@ -134,7 +134,7 @@ class Session:
         self.saves.wait(hurry=True)
         raise PreemptedError(
             f"stopped after step {number} of {self.run.config.train.steps}; saved in {self.checkpointer.directory} "
-            f"in {time.monotonic() - began:.1f} s{self.interrupt.seconds_since()}: run again to go on"
+            f"in {time.monotonic() - began:.1f} s{self.interrupt.seconds_since()}: run again to resume"
         )
 
     @contextlib.contextmanager
@@ -155,6 +155,6 @@ class Session:
             self._write(number, state)
             self.saves.wait(hurry=True)
             if says:
-                self.progress.message(f"step {number} is saved in {self.checkpointer.directory}: run again to go on")
+                self.progress.message(f"step {number} is saved in {self.checkpointer.directory}: run again to resume")
             return True
         return False

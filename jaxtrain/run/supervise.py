@@ -82,7 +82,7 @@ def supervise(
             print_remark(f"{what}, twice in a row: it would fail there again, so it is not restarted")
             return code
         if number == restarts:
-            print_remark(f"{what} after {number} restart{'s' * (number != 1)}, which is what --restarts allows")
+            print_remark(f"{what} after {number} restart{'s' * (number != 1)}, as many as --restarts allows")
             return code
         number, last_failure = number + 1, failure
         wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)

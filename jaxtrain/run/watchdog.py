@@ -167,7 +167,7 @@ class Watchdog:
                 self._round()
             self._exchange.leave(*self._farewell)
         except Exception as error:
-            print_remark(f"jaxtrain: the watchdog failed ({type(error).__name__}: {error}); the run goes on unwatched")
+            print_remark(f"jaxtrain: the watchdog failed ({type(error).__name__}: {error}); the run continues")
         finally:
             self._exchange.close()
 

@@ -94,7 +94,7 @@ def choose_options(
         if name in asked and _UNKNOWN not in why:
             raise ConfigError(f"compiler_options.{name}={asked[name]}: {why}; use another value, or leave it out")
     dropped = (
-        f"the compiler for {device.platform} does not know {name}, so programs go without it"
+        f"the compiler for {device.platform} does not support {name}, so it is left out"
         for name in refused
         if name in asked
     )
@@ -221,7 +221,7 @@ def use_cache(setting: str | None) -> None:
         reason = f"the compilation cache {folder} cannot be used: {error.strerror}"
         if setting != "auto" or os.environ.get("JAXTRAIN_CACHE_DIR"):
             raise ConfigError(f"{reason}; set compilation_cache=null or another folder") from None
-        print_remark(f"{reason}; programs are compiled, but not kept")
+        print_remark(f"{reason}; programs are compiled, but not cached")
     else:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

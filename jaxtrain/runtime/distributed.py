@@ -139,7 +139,7 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
 
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
-        print_remark(f"jaxtrain: {failure(f'its processes did not meet{where} within {timeout} s')}")
+        print_remark(f"jaxtrain: {failure(f'its processes did not connect{where} within {timeout} s')}")
         os._exit(LOST if is_started_again else ConfigError.exit_code)
 
     silence = _HEARTBEAT_SECONDS if lost_seconds is None else max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
@@ -308,7 +308,7 @@ def verdict_of(everyone: Sequence[Mapping[str, Any]]) -> UserError | None:
     """The error of all processes, by what each says; None where all did the work and say the same."""
     for index, said in enumerate(everyone):
         if "failed" in said:
-            error = _ERRORS.get(said["code"], UserError)(f"process {index} cannot go on: {said['failed']}")
+            error = _ERRORS.get(said["code"], UserError)(f"process {index} cannot continue: {said['failed']}")
             error.exit_code = said["code"]
             return error
     found = []

@@ -77,7 +77,7 @@ def num_gpus(job: SlurmJob) -> int | None:
         return None
     found = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
     if found is None:
-        raise ConfigError(f"--gpus-per-node {job.gpus_per_node} is no number of GPUs; write 8, or with a type a100:8")
+        raise ConfigError(f"--gpus-per-node {job.gpus_per_node} is not a number of GPUs; write 8, or a100:8")
     if int(found[1]) % job.tasks_per_node:
         raise ConfigError(f"--tasks-per-node {job.tasks_per_node} does not divide the {found[1]} GPUs of a node")
     return int(found[1])
@@ -112,7 +112,7 @@ def sbatch_options(job: SlurmJob) -> list[str]:
             raise ConfigError(f"--sbatch={option}: the script sets {name} itself, or starts one job per run directory")
     parent = job.output.parent
     if "%" not in str(parent) and not parent.is_dir():
-        raise ConfigError(f"--output {job.output}: there is no folder {parent}, and Slurm makes none; make it first")
+        raise ConfigError(f"--output {job.output}: folder {parent} does not exist; create it, Slurm does not")
     return [*(f"{name}={value}" for name, value in asked.items() if value is not None), *job.sbatch, *restarts]
 
 
@@ -158,7 +158,7 @@ max_restarts={max_restarts}
 echo "jaxtrain: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart $restarts of at most $max_restarts"
 # Slurm itself starts a job again without end.
 if [ "$restarts" -gt "$max_restarts" ]; then
-  echo "jaxtrain: given up after $max_restarts restarts; submit the script again to go on" >&2
+  echo "jaxtrain: given up after $max_restarts restarts; submit the script again to resume" >&2
   exit 1
 fi
 {setup}set +e  # where a line above set -e: what srun returns decides below
@@ -173,7 +173,7 @@ code=$?
 case "$code" in
   {codes})
     if [ "$restarts" -ge "$max_restarts" ]; then
-      echo "jaxtrain: exit code $code, and no restart is left of $max_restarts; submit again to go on" >&2
+      echo "jaxtrain: exit code $code, and no restart is left of $max_restarts; submit again to resume" >&2
       # Not 75, at which a cluster with RequeueExit=75 would start the job again without end.
       exit 1
     fi
@@ -186,7 +186,7 @@ case "$code" in
         ;;
     esac
     scontrol requeue "$SLURM_JOB_ID" ||
-      echo "jaxtrain: Slurm does not start the job again; submit the script again to go on" >&2
+      echo "jaxtrain: Slurm does not start the job again; submit the script again to resume" >&2
     ;;
 esac
 exit "$code"

@@ -243,7 +243,7 @@ def model_of(
     # What is at its default asks for nothing.
     if remat not in (model.remat, Remat(), Remat(default.policy, default.names, default.offload)):
         raise ConfigError(
-            f"remat.policy={remat.policy} reaches no model from Python; build {model.name} with "
+            f"remat.policy={remat.policy} does not apply to a model from Python; build {model.name} with "
             "from_stages(remat=...), build_model(remat=...) or jax.checkpoint (nnx.remat, nn.remat) inside it"
         )
     return model
@@ -297,8 +297,8 @@ def finetuned(config: Config, model: Model, *, drawn: Sequence[str] = ()) -> Mod
         return model
     if model.adapted is not None:
         raise ConfigError(
-            f"finetune.lora, but the model {model.name} is adapted already; leave the group finetune out, or give the "
-            "model that it was made of"
+            f"finetune.lora, but the model {model.name} has adapters already; leave the group finetune out, or give a "
+            "model without adapters"
         )
     paths = list(parameter_shapes(model))
     # What is drawn may be model_state.
@@ -332,7 +332,7 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
         return config
     if model.output_scale is not None:
         if task != "regression":
-            raise ConfigError(f"model.output_scale is of numbers, and task={task} has none; leave it out")
+            raise ConfigError(f"model.output_scale is for numbers, which task={task} does not predict; leave it out")
         return config
     mean, deviation = ((reading or {}).get(name) for name in ("target_mean", "target_deviation"))
     if task != "regression" or mean is None or deviation is None:

@@ -53,9 +53,9 @@ class BaseRecord:
         lora = None if model.adapted is None else model.adapted.lora
         if lora is not None and self.scale is not None and not math.isclose(lora.scale, self.scale, rel_tol=1e-6):
             raise CheckpointError(
-                f"the adapters of {run_dir} were trained with products multiplied by {self.scale:g}, and lora.alpha="
-                f"{lora.alpha:g} with rank {lora.rank} multiplies by {lora.scale:g}; give alpha, rank and "
-                "rank_stabilised of that run"
+                f"the adapters of {run_dir} were trained with scale {self.scale:g}, but lora.alpha="
+                f"{lora.alpha:g} with rank {lora.rank} gives scale {lora.scale:g}; set alpha, rank and "
+                "rank_stabilised as in that run"
             )
 
     def check(self, params: Mapping[str, jax.Array], *, source: str | None, run_dir: str | Path) -> None:

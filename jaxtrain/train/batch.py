@@ -172,5 +172,5 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
             more = "; negative targets are ignored" if name == "targets" else ""
             raise DataError(
                 f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}{more}; "
-                "mend the data, or give the model more outputs or a larger vocabulary"
+                "fix the data, or give the model more outputs or a larger vocabulary"
             )

@@ -81,8 +81,8 @@ def _mean_loss(program: StepProgram, state: TrainState, trained: Params, batch: 
     all_rows = program.task.rows == "global" and program.settings.accumulation_steps > 1
     if program.pipeline is not None or state.loss_scale is not None or all_rows:
         raise ConfigError(
-            "the optimizer computes the loss again (a line search, Sophia, SAM), which takes parallel.pipe=1, another "
-            "policy than fp16, and accumulation_steps=1 where rows='global'"
+            "the optimizer computes the loss again (a line search, Sophia, SAM), which needs parallel.pipe=1, a policy "
+            "other than fp16, and accumulation_steps=1 if rows='global'"
         )
     # The loss of the parameters as they would be stored.
     stored = jax.tree.map(lambda new, old: new.astype(old.dtype), trained, program.trained(state.params))

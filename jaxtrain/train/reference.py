@@ -45,7 +45,7 @@ def awaiting_reference(step: TrainStep, data: "Data", spec: Mapping[str, Any], *
 
     if isinstance(data.train, BatchStream):
         raise ConfigError(
-            f"task {step.task.name!r} computes numbers of each row before training, and an iterable of batches has no "
+            f"task {step.task.name!r} computes numbers of each row before training, but an iterable of batches has no "
             "rows to return to; give rows with an index (jaxtrain.ArrayRows), or batches with an entry 'reference'"
         )
     model, arguments = step.sharded_model, functools.partial(_values, step)
@@ -138,7 +138,7 @@ def compute_reference(
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
     if wrong.size:
         raise DataError(
-            f"row {wrong[0]} of {what} has a reference of {values[wrong[0]].tolist()}, which is no finite number; look "
+            f"row {wrong[0]} of {what} has a reference of {values[wrong[0]].tolist()}, which is not finite; look "
             "for ids outside the vocabulary, or for parameters that are not finite"
         )
     return values

@@ -158,8 +158,8 @@ def _taken(given: _Source, drawn: Any, wanted: Any, free: Collection[str], targe
         count = f" ({len(missing)} missing, {len(extra)} too many)" if len(missing) + len(extra) > 1 else ""
         first = f"{missing[0]} is missing" if missing else f"{extra[0]} is not an array of it"
         raise ConfigError(
-            f"{given.name} does not fit the model of this step: {first}{count}; to draw what is missing and leave out "
-            f"what is too much, write skip={_listed(target.skip, [*missing, *extra])}"
+            f"{given.name} does not fit the model of this step: {first}{count}; to initialize what is missing and skip "
+            f"what is extra, write skip={_listed(target.skip, [*missing, *extra])}"
         )
     asked: dict[str, jax.ShapeDtypeStruct] = {}
     for path in chosen:
@@ -168,8 +168,8 @@ def _taken(given: _Source, drawn: Any, wanted: Any, free: Collection[str], targe
             floats = all(jnp.issubdtype(one.dtype, jnp.floating) for one in (leaf, like))
             if leaf.shape != like.shape or not (floats or leaf.dtype in (like.dtype, stored[path].dtype)):
                 raise ConfigError(
-                    f"{given.name} does not fit this step: {path} is {leaf.dtype}{list(leaf.shape)}, wanted is "
-                    f"{like.dtype}{list(like.shape)}; write skip={_listed(target.skip, [path])} to draw it"
+                    f"{given.name} does not fit this step: {path} is {leaf.dtype}{list(leaf.shape)}, not "
+                    f"{like.dtype}{list(like.shape)}; write skip={_listed(target.skip, [path])} to initialize it"
                 )
             asked[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=stored[path].sharding)
 
@@ -464,8 +464,8 @@ def _with_adapter(given: _Source, adapter: OpenedAdapter, sharded_model: Sharded
     wanted, own = ((0, 0.0) if one is None else (one.rank, one.scale) for one in (adapter.lora, lora))
     if wanted[0] != own[0] or not math.isclose(wanted[1], own[1], rel_tol=1e-6):
         raise ConfigError(
-            f"{adapter.path} has factors of rank {wanted[0]} times {wanted[1]:g}, and finetune.lora of rank "
-            f"{own[0]} times {own[1]:g}; leave rank, alpha and rank_stabilised to the adapter"
+            f"{adapter.path} has rank {wanted[0]} and scale {wanted[1]:g}, but finetune.lora has rank "
+            f"{own[0]} and scale {own[1]:g}; leave out rank, alpha and rank_stabilised"
         )
 
     def place(array: np.ndarray, like: Any) -> jax.Array:

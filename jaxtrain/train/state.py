@@ -55,7 +55,7 @@ class StepSettings:
             )
         if task.calls_model and task.rows == "global" and steps > 1:
             raise ConfigError(
-                f"task {task.name!r} calls the model and wants all rows, which microbatches cannot; write Task(name, "
+                f"task {task.name!r} calls the model on all rows, which microbatches do not have; write Task(name, "
                 "loss, rows='global') with loss(outputs, batch), or use accumulation_steps=1"
             )
 
@@ -184,7 +184,7 @@ def random_key(seed: Any) -> jax.Array:
         return seed
     seed = operator.index(seed)  # a TypeError where it is no whole number
     if not -(2**31) <= seed < 2**32:
-        raise ConfigError(f"seed {seed} has more than 32 bits, of which jax would drop some; use a smaller one")
+        raise ConfigError(f"seed {seed} has more than 32 bits, which jax would truncate; use a smaller one")
     # A seed is one number, which a user's guard need not ask about.
     with jax.transfer_guard("allow"):
         return jax.random.key(seed)

@@ -64,7 +64,7 @@ def test_saves_after_going_back_stay_and_are_resumed(worse, open_again, lines):
     assert abandoned(worse) == [{30: 30.0, 40: 40.0}]
     (line,) = lines
     assert "\n" not in line
-    assert all(word in line for word in ("step 15", "abandoned 30, 40", "abandoned-"))
+    assert all(word in line for word in ("step 15", "abandoned steps 30, 40", "abandoned-"))
 
 
 class Killed(BaseException):

@@ -202,7 +202,7 @@ def test_copies_go_to_a_store_and_come_back(store, tmp_path):
 
 # id: (address, variables of the environment, what the line says)
 REFUSED = {
-    "no bucket of that name": ("s3://no-such-bucket/a", {}, "there is no bucket no-such-bucket"),
+    "no bucket of that name": ("s3://no-such-bucket/a", {}, "bucket no-such-bucket does not exist"),
     "no credentials": (
         f"s3://{BUCKET}/a",
         {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nonexistent"},

@@ -27,7 +27,7 @@ def test_an_address_has_one_form():
         assert (path / "7").name == "7"
         assert (path / "7").parent == path
     for written in ("s3://", "s3://Bucket/a", "gs://bucket/../a", "gs://bucket/a#b"):
-        with pytest.raises(ConfigError, match=f"^it: {written} names no place in a bucket; write gs://bucket/name"):
+        with pytest.raises(ConfigError, match=f"^it: {written} is not a path in a bucket; write gs://bucket/name"):
             places.place_at(written, what="it")
 
 

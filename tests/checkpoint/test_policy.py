@@ -29,6 +29,13 @@ def test_policy(tmp_path):
         assert retention.kept(tmp_path, LOSSES) == kept, policy
 
 
+def test_the_best_step_before_early_stopping_stays(tmp_path):
+    """Steps saved before early stopping was set have a loss and no score."""
+    retention = Retention(1, None, True)
+    retention.marks = {10: (1.0, None), 20: (2.0, None), 30: (0.5, -0.9), 40: (0.4, -0.8), 50: (3.0, -0.7)}
+    assert retention.kept(tmp_path, retention.marks) == {10, 30, 50}
+
+
 def test_directory_follows_the_policy(tmp_path):
     policy, kept = POLICIES[-1]
     state = {"x": jnp.ones(4)}

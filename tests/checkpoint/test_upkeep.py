@@ -91,7 +91,7 @@ def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mirror holds the copies of .*/a, not of .*/b; name another folder"):
         Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
     for inside in ("a/mirror", "a", "."):
-        with pytest.raises(ConfigError, match=r"mirror: .* is where .*/a is; name a folder on another disk"):
+        with pytest.raises(ConfigError, match=r"mirror: .* overlaps .*/a; use a folder on another disk"):
             Checkpointer(tmp_path / "a", mirror=tmp_path / inside)
 
 

@@ -159,7 +159,7 @@ WRONG = {
     ),
     "a remat policy that does not reach it": (
         "remat.policy=full",
-        "remat.policy=full reaches no model from Python; build Net with from_stages",
+        "remat.policy=full does not apply to a model from Python; build Net with from_stages",
         2,
     ),
 }
@@ -189,7 +189,7 @@ def test_a_plan_says_what_it_knows_and_what_not(here, cli, in_subprocesses):
     assert plan["memory"]["parts_bytes"]["optimizer state"] == pytest.approx(8 * numbers, abs=16)
     assert plan["memory"]["parts_bytes"]["batch"] == 2 * (8 * 4 + 4)  # two rows a device: inputs and target
     assert (plan["fits"], plan["time"], plan["cost"]) == (None, None, None)
-    assert plan["unknown"] == "no formula knows the work of model.call, task.call and optimizer.call"
+    assert plan["unknown"] == "no formula covers the work of model.call, task.call and optimizer.call"
 
 
 @pytest.mark.long

@@ -212,6 +212,6 @@ def test_processes_that_wait_for_others_in_vain_say_so(tmp_path):
         _, err = process.communicate(timeout=100)
         assert process.returncode == 2, err
         assert err == (
-            "jaxtrain: could not join the cluster found through JAX_COORDINATOR_ADDRESS: its processes did not meet at "
-            f"{address} within 1 s; check the address and that all processes started\n"
+            "jaxtrain: could not join the cluster found through JAX_COORDINATOR_ADDRESS: its processes did not connect "
+            f"at {address} within 1 s; check the address and that all processes started\n"
         )

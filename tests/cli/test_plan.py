@@ -19,7 +19,7 @@ def plans(answer):
     """The plans of a `--json` answer."""
     assert answer.code == 0
     # Keys that a size replaces are told, and nothing else is.
-    assert all(" gave way to model.size (" in line for line in answer.err.splitlines()), answer.err
+    assert all(" is replaced by model.size (" in line for line in answer.err.splitlines()), answer.err
     return json.loads(answer.out)["plans"]
 
 

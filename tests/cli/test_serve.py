@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_model(opened):
         kept = expected_T[: ended[0] if len(ended) else None]
         assert choice["text"] == TOKENIZER.decode(kept.tolist())
         assert [max(top, key=top.get) for top in choice["logprobs"]["top_logprobs"]] == choice["logprobs"]["tokens"]
-    assert "a prompt has 35 tokens, and 1 or more are to follow" in refused["error"]["message"]
+    assert "a prompt has 35 tokens, and 1 or more are to be generated" in refused["error"]["message"]
     assert service.engine is not None
     assert service.engine.counters().compiled == 0
 

@@ -76,8 +76,8 @@ def test_drawn_values_depend_on_seed_and_number_alone():
     ("words", "number", "seed", "said"),
     [
         pytest.param(["a"], None, None, "cannot read 'a'", id="no-value"),
-        pytest.param(["a=1..2"], None, None, "values are drawn; say how many: --trials 20", id="range-uncounted"),
-        pytest.param(["a=0..1:log"], 3, None, "a=0..1:log is no range", id="log-of-zero"),
+        pytest.param(["a=1..2"], None, None, "values are random; set their number: --trials 20", id="range-uncounted"),
+        pytest.param(["a=0..1:log"], 3, None, "a=0..1:log is not a range", id="log-of-zero"),
         pytest.param(["a=1,2", "b=1", "a=3"], None, None, "a is given twice", id="twice"),
     ],
 )

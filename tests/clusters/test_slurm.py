@@ -217,7 +217,7 @@ def test_events_on_a_real_cluster(cluster, capsys):
     cluster.is_started_again(requeued, 0)
     cluster.shows("scontrol", "requeue", requeued)
     assert cluster.ends(again) == ("FAILED", "1:0", "1")
-    assert cluster.output(again).endswith("exit code 75, and no restart is left of 1; submit again to go on\n")
+    assert cluster.output(again).endswith("exit code 75, and no restart is left of 1; submit again to resume\n")
 
     line = f"words: train quickstart {' '.join(hard)} --run-dir {cluster.work}/runs/cancelled"
     cluster.wait("the program", cancelled, lambda: cluster.output(cancelled).count(line) == 2)

@@ -33,7 +33,7 @@ def commands(tmp_path, monkeypatch):
 
 # Options: the line that they give.
 WRONG = {
-    "--gpus-per-node eight": "--gpus-per-node eight is no number of GPUs; write 8",
+    "--gpus-per-node eight": "--gpus-per-node eight is not a number of GPUs; write 8",
     "--gpus-per-node 8 --tasks-per-node 3": "--tasks-per-node 3 does not divide the 8 GPUs of a node",
     "--run": "no sbatch on PATH, so nothing was submitted; use -o FILE",
     "data.call=my:rows data.args.api_key=abc": "data.args.api_key holds a secret, which would be shown",

@@ -73,11 +73,11 @@ def test_a_function_takes_the_place_of_a_shipped_kind_and_says_what_gave_way():
     loaded = load_config("digits_mlp", overrides=["model.call=mine:build", "optimizer.call=mine:make"])
     assert loaded.config.model.kind == loaded.config.optimizer.kind == "called"
     assert loaded.config.optimizer.learning_rate is not None  # both kinds have it
-    assert any(note.startswith("model.hidden_dims") and "gave way to model.kind" in note for note in loaded.notes)
+    assert any(note.startswith("model.hidden_dims") and "is replaced by model.kind" in note for note in loaded.notes)
 
 
 WRONG_CONFIGS = {
-    "task.call=mine.losses.focal": "task.call (command line): 'mine.losses.focal' names no function of a module; write",
+    "task.call=mine.losses.focal": "task.call (command line): 'mine.losses.focal' names no function; write",
     "task={args: {gamma: 2}}": "key 'task.call' is missing; task (command line) needs it",
     "model={call: a:b, args: {width: .nan}}": "model.args (command line): Out of range float values",
     "model.args.width=3": "unknown key 'model.args' (command line); model.kind=transformer does not have it",

@@ -11,7 +11,7 @@ TOLD = {
     "a task of other data": (["task=classification"], "set task=language_modeling"),
     "fp8 over kernels in 4 bits": (
         ["precision.policy=fp8", "finetune.base=nf4", "finetune.lora.rank=2"],
-        "precision.policy=fp8 beside finetune.base, which is no float; use precision.policy=bf16",
+        "precision.policy=fp8 does not go with finetune.base; use precision.policy=bf16",
     ),
 }
 

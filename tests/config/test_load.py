@@ -51,7 +51,7 @@ SWITCHES = {
     "another kind drops what it does not have": (
         ["optimizer.kind=sgd"],
         {"optimizer.learning_rate": 0.5},
-        ["optimizer.b1 (mine.yaml:4) gave way to optimizer.kind (command line)"],
+        ["optimizer.b1 (mine.yaml:4) is replaced by optimizer.kind (command line)"],
     ),
     "keys after the new kind stay": (
         ["optimizer.kind=lion", "optimizer.b1=0.7"],
@@ -61,12 +61,12 @@ SWITCHES = {
     "a size drops what it sets": (
         ["model.size=gpt2"],
         {"model.num_layers": 12, "model.dropout": 0.5, "model.norm": "layernorm"},
-        ["model.num_layers (mine.yaml:7) gave way to model.size (command line)"],
+        ["model.num_layers (mine.yaml:7) is replaced by model.size (command line)"],
     ),
     "keys after the size stay": (
         ["model.size=gpt2", "model.num_layers=3"],
         {"model.num_layers": 3, "model.embed_dim": 768},
-        ["model.num_layers (mine.yaml:7) gave way to model.size (command line)"],
+        ["model.num_layers (mine.yaml:7) is replaced by model.size (command line)"],
     ),
 }
 
@@ -113,14 +113,14 @@ WRONG_VALUES = {
     "train.steps=-1": "train.steps is -1 (command line); it takes int, greater than 0",
     "optimizer.kind=adam": "optimizer.kind is 'adam' (command line), not one of sgd, adamw, muon",
     "model.size=gpt2_xxl": "model.size (command line): no published size 'gpt2_xxl'; the nearest are gpt2_xl, ",
-    "remat.policy=names": "remat (command line): remat.policy=names needs remat.names, and none",
+    "remat.policy=names": "remat (command line): remat.policy=names needs remat.names, none",
     "loss.block=3": "loss (command line): loss.block=3 has no effect with loss.logits=auto",
-    "train=5": "train is 5 (command line); it takes keys of its own, such as train.steps",
+    "train=5": "train is 5 (command line); it takes nested keys, such as train.steps",
     "data.kind=jsonl": "key 'data.path' is missing; data (command line) needs it",
     "data={kind: mixture, components: [{source: {kind: text}, wieght: 1}]}": "unknown key 'data.components.0.wieght'",
     "train.steps": "cannot read 'train.steps' (command line); write key=value, as in train.steps=100",
     "train.steps={": "cannot read the value '{' (command line, train.steps); quote it, as in 'key=\"text\"'",
-    "train={steps: 1, steps: 2}": "command line, train:1: key 'steps' is there twice (first on line 1); keep one",
+    "train={steps: 1, steps: 2}": "command line, train:1: key 'steps' is given twice (first on line 1); keep one",
 }
 
 
@@ -161,7 +161,7 @@ def test_command_line():
 
 def test_a_secret_of_a_run_is_asked_for_again():
     saved = {"data": {"call": "a:b", "args": {"api_key": REDACTED}}}
-    line = r"^data\.args\.api_key looked like a secret, so the run did not write it down; give it again: data\.args"
+    line = r"^data\.args\.api_key looked like a secret, so the run did not save it; give it again: data\.args"
     with pytest.raises(ConfigError, match=line):
         load_config(saved)
     assert load_config(saved, overrides=["data.args.api_key=x"]).config.data.args == {"api_key": "x"}

@@ -102,7 +102,7 @@ REFUSED = {
         "{% endfor %}",
         messages("a", "b", "c", "d"),
         ConfigError,
-        r"writes message 2 of rows.jsonl:1 otherwise where more messages follow.*data.train_on=last",
+        r"writes message 2 of rows.jsonl:1 differently if more messages follow.*data.train_on=last",
     ),
 }
 

@@ -206,8 +206,8 @@ def test_built_in_answers_are_on_one_side():
 
 # id: (row, more keys of the config, error, what is said)
 WRONG = {
-    "not wanted": ({**FORMS["texts"], "label": False}, {}, DataError, r"not wanted \(label: false, as KTO"),
-    "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is no conversation \(it has text\); write messages"),
+    "not wanted": ({**FORMS["texts"], "label": False}, {}, DataError, r"undesirable answer \(label: false, as in KTO"),
+    "no form": ({"text": "x"}, {}, DataError, r"rows.jsonl:2 is not a conversation \(it has text\); write messages"),
     "an empty answer": (
         {"messages": messages("x", " ")},
         {},

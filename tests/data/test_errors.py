@@ -38,7 +38,7 @@ FILES = {
     "compressed JSON lines as text": ("a.jsonl.zst", b"x", text, "a.jsonl.zst holds JSON lines, not plain text"),
     "a text shorter than two rows": ("a.txt", b"0123456789" * 3, text, "a.txt has 31 tokens, too few for one training"),
     "corrupt JSONL": ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', jsonl, "a.jsonl:3 is not JSON (Expecting value"),
-    "table of another format": ("a.xls", b"x", table, "a.xls is of no known format"),
+    "table of another format": ("a.xls", b"x", table, "a.xls has no known format"),
     "no number": ("a.csv", b"x,y,z\n1,2,3\n1,red,3\n", table, "a.csv:3 column 'y' is 'red', not a number"),
     "no target": ("a.csv", b"x,y,z\n1,1,3\n1,1,NaN\n", table, "a.csv:3 column 'z' is 'NaN', not a number"),
     "one name twice": ("a.csv", b"x,y,x\n1,1,3\n", table, "a.csv:1 names column 'x' twice"),
@@ -48,8 +48,8 @@ FILES = {
 # Files to write, what is opened, by whom, and what is wrong.
 FOLDERS = {
     "missing file": ([], "no/such.txt", text, "no/such.txt does not exist; the nearest existing path is"),
-    "folder without text": (["a.md"], "", text, "holds, or matches, no .txt file"),
-    "glob without a match": (["sub/a.md"], "sub/*/*.txt", text, "sub/*/*.txt holds, or matches, no .txt file"),
+    "folder without text": (["a.md"], "", text, "contains or matches no .txt file"),
+    "glob without a match": (["sub/a.md"], "sub/*/*.txt", text, "sub/*/*.txt contains or matches no .txt file"),
     "no folder of shards": (["a.bin"], "", lambda path: TokenData(path=str(path)), "has no metadata.json"),
     "parts that are no classes": (
         ["Train/a/a.png", "Test/a/a.png"],

@@ -139,7 +139,7 @@ WRONG = {
     ),
     "images in lines": (
         lambda d: lambda: open_data({"kind": "images", "path": str(write_rows(d, "lines", [{"jpg": "", "cls": 1}]))}),
-        r"a.jsonl has no rows by number; give files of parquet, arrow, tar",
+        r"a.jsonl has no random access to rows; give files of parquet, arrow, tar",
     ),
     "no UTF-8": (lambda d: documents(not_utf8(d)), r"row 2 column 'text' cannot be read \(text is not UTF-8"),
     "a damaged header": (

@@ -65,7 +65,7 @@ def test_what_another_call_left_is_begun_again(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         prepare_tokens(source(tmp_path, "lines"), tmp_path / "out", tokens_per_shard=3000, progress=stop)
     prepare_tokens(source(tmp_path, "lines"), tmp_path / "out", tokens_per_shard=4000)
-    assert "was left by another call (other text or settings); beginning again" in capsys.readouterr().err
+    assert "was left by another call (other text or settings); starting over" in capsys.readouterr().err
     prepare_tokens(source(tmp_path, "lines"), tmp_path / "whole", tokens_per_shard=4000)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 

@@ -18,7 +18,7 @@ SAID = {
         "the processes disagree: seed: process 0 has 1 (command line), process 2 has 2",
     ),
     "missing": ([{"facts": SEED}, {"facts": {}}], ConfigError, "process 0 has 1 (command line), process 1 has none"),
-    "one failed": ([{"facts": {}}, {"failed": "no such file", "code": 3}], DataError, "process 1 cannot go on: no"),
+    "one failed": ([{"facts": {}}, {"failed": "no such file", "code": 3}], DataError, "process 1 cannot continue: no"),
 }  # fmt: skip
 
 

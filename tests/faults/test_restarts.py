@@ -61,7 +61,7 @@ ENDS = {
         [(1, 0, 0), (70, 0, 0), (1, 0, 0), (KILLED, 7, 5), (0, 9, 9)], 4, 0, [1, 2, 4, 1], "restart 4 of 4 in 1 s",
     ),
     "the same twice": ([(1, 7, 5), (1, 7, 5)], 9, 1, [1], "twice in a row: it would fail there again"),
-    "too many": ([(1, 1, 0), (1, 2, 0)], 1, 1, [1], "after 1 restart, which is what --restarts allows"),
+    "too many": ([(1, 1, 0), (1, 2, 0)], 1, 1, [1], "after 1 restart, as many as --restarts allows"),
     "checkpoints fail at the start": ([(4, 0, 0)], 3, 4, [], ""),
 }  # fmt: skip
 
@@ -159,7 +159,7 @@ def wait_until(condition: Callable[[], object], process: "subprocess.Popen[str]"
 
 
 USAGE = {
-    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "with train without"),
+    "a command that ends by itself": ("launch --processes 2 --restarts 1 -- config quickstart", "for train without"),
     "a mistake in the config": ("train quickstart train.stepz=3 --restarts 2", "did you mean 'train.steps'?"),
 }  # fmt: skip
 

@@ -167,7 +167,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(undisturbed: Path, capfd:
         _, shown = train(run_dir, actions, checkpoint__every=2, logging__tensorboard=True)
         (first, second) = shown.said("cannot save checkpoint")
         assert "checkpoints/6: No space left on device" in first
-        assert "training goes on, step 4 is saved, and stops after 2 more such saves in a row" in first
+        assert "training continues, step 4 is saved, and stops after 2 more such saves in a row" in first
         assert "stops after 1 more" in second
         assert logged(run_dir) == logged(undisturbed), "rows that could not be written waited"
         assert end(run_dir) == end(undisturbed)
@@ -229,6 +229,6 @@ def test_a_mirror_that_is_down_is_said_once_and_tried_again(tmp_path: Path) -> N
     _, shown = train(
         run_dir, {9: once_complete(run_dir, 8, up)}, checkpoint__every=2, checkpoint__mirror=str(tmp_path / "mirror")
     )
-    assert len(shown.said("has no copy", "training goes on")) == 1
+    assert len(shown.said("was not copied", "the next save tries again")) == 1
     assert len(shown.said("it can be written again")) == 1
     assert (tmp_path / "mirror" / "run" / str(STEPS)).is_dir()

@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.long
 def test_adapters_of_another_scale_are_refused(run: tuple[Path, Path]) -> None:
-    with pytest.raises(CheckpointError, match=r"trained with products multiplied by 2, .* multiplies by 32"):
+    with pytest.raises(CheckpointError, match=r"trained with scale 2, .* gives scale 32"):
         step_of(LORA.model_copy(update={"alpha": 64.0})).init(0, params=run[0])
     # The same number in other words is no other scale.
     stabilised = LORA.model_copy(update={"alpha": 2 * 2**0.5, "rank_stabilised": True})

@@ -41,7 +41,7 @@ def test_the_folder_gives_the_settings_and_what_is_set_beside_it_wins():
     lora = jt.load_config(CONFIG, overrides=["finetune.lora.dropout=0.1"]).config.finetune.lora
     targets = ("blocks/attention/query", "blocks/attention/value")
     assert lora == jt.LoraConfig(rank=4, alpha=8.0, dropout=0.1, targets=targets)
-    with pytest.raises(ConfigError, match=r"finetune\.adapter=.*without its base; set model\.from"):
+    with pytest.raises(ConfigError, match=r"finetune\.adapter=.*needs its base; set model\.from"):
         jt.load_config({**CONFIG, "model": {"kind": "transformer", "size": "gpt2"}})
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
         jt.load_config(CONFIG, overrides=[f"finetune.adapter={LLAMA}"])
@@ -62,7 +62,7 @@ def test_a_step_starts_from_an_adapter():
         step.init(0, adapter=ADAPTER)
     other = jt.adapt(jt.load_pretrained(LLAMA).model, lora=model.adapted.lora.model_copy(update={"alpha": 9.0}))
     other = jt.make_train_step(other, jt.language_modeling(), optax.sgd(0.1))
-    with pytest.raises(ConfigError, match="of rank 4 times 2, and"):
+    with pytest.raises(ConfigError, match="has rank 4 and scale 2, but"):
         other.init(0, params=LLAMA, adapter=ADAPTER)
 
 
@@ -116,7 +116,7 @@ def test_a_merge_of_another_scale_is_refused(imported, cli, tmp_path, monkeypatc
 
     monkeypatch.setattr(export, "merge_adapters", wrong)
     answer = cli("export", str(imported), "-o", str(tmp_path / "out"), "--merge")
-    assert (answer.code, answer.err.count("the merged model is not the base with its adapters")) == (4, 1)
+    assert (answer.code, answer.err.count("the merged model differs from the base with its adapters")) == (4, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,9 +158,9 @@ def test_a_run_starts_from_an_adapter_and_needs_it_no_more(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("import", "ADAPTER", "-o", "x"), 2, "write --base"),
+        (("import", "ADAPTER", "-o", "x"), 2, "with --base FOLDER"),
         (("import", "ADAPTER", "--base", "OTHER", "-o", "x"), 4, "another base"),
-        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge has no use for a copy of a published model"),
+        (("export", "LLAMA", "-o", "x", "--merge"), 2, "--merge does not apply to a copy of a published model"),
     ],
     ids=["no_base", "other_base", "a_folder_to_merge"],
 )

@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused():
     at_most = "a" * (LENGTH - 16)
     assert completion(prompt=at_most).requests
     for call in (lambda: completion(prompt=at_most + "a"), lambda: chat(messages=[{**HI[0], "content": "a" * LENGTH}])):
-        with pytest.raises(RefusedError, match="prompt and answer together have 64") as caught:
+        with pytest.raises(RefusedError, match="limit for both is 64 tokens") as caught:
             call()
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     with pytest.raises(RefusedError, match="34 answers at a time; this server takes 16"):

@@ -189,4 +189,4 @@ def test_a_folder_that_is_used_is_refused_in_one_line(run_dir, tmp_path, monkeyp
     (tmp_path / "full" / "file").touch()
     answer = cli("export", str(run_dir), "-o", "full", "--to", "stablehlo")
     assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
-    assert "full is there and not empty; name a new folder" in answer.err
+    assert "full exists and is not empty; use a new folder" in answer.err

@@ -67,7 +67,7 @@ def test_a_float_folder_gives_the_same_integers_on_a_mesh(tmp_path):
 
 
 def test_other_quantizations_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"quantized as .*fp4.*; floats and nf4 of bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"quantized as .*fp4.*, but only floats and nf4 of bitsandbytes"):
         open_published(changed(tmp_path, config={"bnb_4bit_quant_type": "fp4"}))
 
 

@@ -43,24 +43,24 @@ def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is
     group = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "vocab_size": 67, "max_sequence_length": 24}
     group |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "rotary_fraction": 0.5}
     model = settings_of(parse_settings({"kind": "transformer", **group}))
-    with pytest.raises(ConfigError, match="no published family has this model"):
+    with pytest.raises(ConfigError, match="no published family fits this model"):
         family_for(model)
-    with pytest.raises(ConfigError, match=r"from phi3, which cannot say model\.rope_scaling="):
+    with pytest.raises(ConfigError, match=r"from phi3, which cannot express model\.rope_scaling="):
         family_for(model, model_type="phi3")
 
 
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("gpt2", {"sliding_window": 8}, "gpt2, which cannot say model.sliding_window=8"),
-        ("llama31", {"activation": "gelu"}, "llama, which cannot say model.activation is gelu"),
-        ("t5", {"attention_scale": None}, "t5, which cannot say model.attention_scale=None"),
+        ("gpt2", {"sliding_window": 8}, "gpt2, which cannot express model.sliding_window=8"),
+        ("llama31", {"activation": "gelu"}, "llama, which cannot express model.activation is gelu"),
+        ("t5", {"attention_scale": None}, "t5, which cannot express model.attention_scale=None"),
     ],
 )
 def test_a_model_that_no_family_can_say_is_refused_by_the_nearest_of_its_kind(name, change, says):
     with pytest.raises(ConfigError) as caught:
         family_for(settings(name) | change)
-    assert str(caught.value).startswith(f"no published family has this model; the nearest, {says}")
+    assert str(caught.value).startswith(f"no published family fits this model; the nearest, {says}")
 
 
 def with_one_choice(name):

@@ -54,7 +54,7 @@ WRONG = {
     "layers that differ": (
         dict(metadata={"llama.attention.head_count_kv": [1, 2]}),
         ConfigError,
-        "has llama.attention.head_count_kv: [1, 2], which is not supported; one number above 0",
+        "has llama.attention.head_count_kv: [1, 2], which is not supported; it must be one number above 0",
     ),
     "a table of frequencies": (
         dict(tensors={"rope_freqs.weight": np.float32([1, 7, 2, 3])}),
@@ -130,12 +130,12 @@ def changed(given, old, new):
 
 
 WRONG_FILES = {
-    "another format": (b"{}" * 20, "GGUF of the versions 2 and 3, little-endian, is read"),
+    "another format": (b"{}" * 20, "supported is GGUF version 2 or 3, little-endian"),
     "a string past the end": (changed("v", string("v"), b"\0\0\1\0\0\0\0\0v"), "65536 bytes at byte"),
-    "a type that is not read": (entry(kind=16), "the tensor a is stored in ggml's type 16; the types read are F32"),
-    "half a block": (entry(kind=8), "the tensor a Q8_0[3, 4] does not lie in the file as whole blocks"),
-    "a huge shape": (entry(shape=(2**62, 2**62)), "does not lie in the file"),
-    "a truncated file": (gguf_bytes({}, TWO)[:-8], "the tensor b F16[3, 4] does not lie in the file"),
+    "a type that is not read": (entry(kind=16), "the tensor a is stored in ggml's type 16; supported types: F32"),
+    "half a block": (entry(kind=8), "the tensor a Q8_0[3, 4] is not stored as whole blocks"),
+    "a huge shape": (entry(shape=(2**62, 2**62)), "is not stored as whole blocks"),
+    "a truncated file": (gguf_bytes({}, TWO)[:-8], "the tensor b F16[3, 4] is not stored as"),
 }
 
 

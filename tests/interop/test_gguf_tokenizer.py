@@ -111,8 +111,8 @@ def test_scored_pieces_give_the_ids_of_sentencepiece(prefix):
 
 
 WRONG = {
-    "a rule": (dict(pre="tekken"), "tokenizer.ggml.pre is tekken; the ways to divide text into words are"),
-    "an id": (dict(eos_token_id=999), "its tokenizer is not read"),
+    "a rule": (dict(pre="tekken"), "tokenizer.ggml.pre is tekken; supported: "),
+    "an id": (dict(eos_token_id=999), "its tokenizer cannot be read"),
 }
 
 

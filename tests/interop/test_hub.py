@@ -138,7 +138,7 @@ def test_models_and_texts_are_used_by_their_ids_and_a_plan_fetches_no_weights(hu
     assert "config.json" in Hub.fetched[:ended]
     assert not [name for name in Hub.fetched[:ended] if name.endswith(".safetensors")]
     assert {"model.safetensors", "data/train.txt"} <= set(Hub.fetched)
-    for (said, _), says in ((gated, "is gated"), (nobody, "is neither here nor at")):
+    for (said, _), says in ((gated, "is gated"), (nobody, "is neither on this machine nor at")):
         assert says in said
         assert len(said.splitlines()) == 1
     assert not (tmp_path / "runs").exists()

@@ -77,7 +77,7 @@ def test_no_form_of_a_key_contradicts_the_model(tmp_path):
 
 def test_other_arrays_are_refused_before_anything_is_compiled():
     path = str(PUBLISHED / "llama")
-    with pytest.raises(ConfigError, match=r"model\.num_layers=1 asks for other arrays"):
+    with pytest.raises(ConfigError, match=r"model\.num_layers=1 does not fit the weights"):
         check_fits(load_config({"model": {"from": path, "num_layers": 1}}).config.model)
     keys = {"dropout": 0.1, "max_sequence_length": 32, "rope_theta": 5.0}
     check_fits(load_config({"model": {"from": path, **keys}}).config.model)

@@ -47,7 +47,7 @@ def test_another_head_is_drawn_and_the_rest_is_read(folder, keys, patterns):
     assert fresh_parts(config.model) == patterns
     notes = fresh_notes(config.model)
     assert len(notes) == bool(patterns)
-    assert all(f"{', '.join(patterns)} drawn anew: {path} has another head" in note for note in notes)
+    assert all(f"{', '.join(patterns)} newly initialized: {path} has another head" in note for note in notes)
 
 
 # architectures, further keys of config.json, kind of our head

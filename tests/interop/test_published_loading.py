@@ -78,7 +78,7 @@ def test_the_folder_gives_the_keys_and_what_is_set_after_it_wins():
     assert loaded.origins["model.num_heads"] == "command line"
     other = jt.load_config("quickstart", overrides=[f"model.from={LLAMA}"])
     assert other.config.model.embed_dim == 16
-    assert any("model.embed_dim" in note and "gave way to model.from" in note for note in other.notes)
+    assert any("model.embed_dim" in note and "is replaced by model.from" in note for note in other.notes)
 
 
 @pytest.mark.long

@@ -115,9 +115,9 @@ def test_what_was_being_sent_at_a_kill_is_asked_of_the_tracker(tmp_path, arrived
 @pytest.mark.parametrize(
     ("fails", "said"),
     [
-        ("open", "did not take 3 rows: OSError: refused; metrics.jsonl has them all"),
-        ("rows", "did not take 2 rows: OSError: refused; metrics.jsonl has them all"),
-        ("text", "did not take 1 rows: OSError: refused; metrics.jsonl has them all"),
+        ("open", "did not receive 3 rows: OSError: refused; metrics.jsonl has them all"),
+        ("rows", "did not receive 2 rows: OSError: refused; metrics.jsonl has them all"),
+        ("text", "did not receive 1 rows: OSError: refused; metrics.jsonl has them all"),
         ("end", "has all rows, but not the end of the run: OSError: refused"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_tracker_that_hangs_costs_neither_rows_nor_the_end(tmp_path, monkeypat
     for step in range(50):
         tracker.scalars(step, {"loss": 1.0})  # returns although the queue is full
     ended(tracker, seconds=0.05)
-    assert lines == ["fake did not take 50 rows: it did not answer; metrics.jsonl has them all"]
+    assert lines == ["fake did not receive 50 rows: it did not answer; metrics.jsonl has them all"]
     blocks.set()
     tracker._thread.join(20)
 

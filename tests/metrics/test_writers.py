@@ -90,7 +90,7 @@ def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     full(1, 2)
     writer.scalars(3, {"loss": 1.0})
     assert [row["step"] for row in _rows(writer.path)] == [2, 3]
-    assert [line.rpartition("; ")[2] for line in lines[:1]] == ["training goes on, and rows wait in memory"]
+    assert [line.rpartition("; ")[2] for line in lines[:1]] == ["rows stay in memory"]
     assert len(lines) == 2
     with pytest.raises(StorageError, match="1 rows of metrics could not be written"):
         writer.close()

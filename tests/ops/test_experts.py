@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dense_experts import dense_experts
 
-from jaxtrain.ops.experts.compute import Kernels, count_tokens, grouped_experts, route, router_loss
+from jaxtrain.ops.experts.compute import Kernels, RouteRule, count_tokens, grouped_experts, route, router_loss
 from jaxtrain.ops.experts.grouped import BLOCKED, multiply_groups, tiled
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 2, 12, 8, 16, 4
@@ -120,6 +120,42 @@ def test_forms_multiply_each_group_with_its_kernel(form, width, groups):
     close(rows_gradient[:filled], np.einsum("RO,RIO->RI", target[:filled], kernels[of_row]))
     expected = [rows[:filled][of_row == e].T @ target[:filled][of_row == e] for e in range(3)]
     close(kernels_gradient, np.stack(expected))
+
+
+RULES = {
+    "sigmoid, scaled": RouteRule(sigmoid=True, scale=2.5),
+    "sigmoid, as they are": RouteRule(sigmoid=True, normalized=False),
+    "probabilities of several": RouteRule(normalized=False),
+    "groups": RouteRule(sigmoid=True, groups=3, groups_per_token=2),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_routing_in_numpy(rule):
+    """DeepSeek V3, section 2.1.2: a bias and groups decide which experts, the scores alone their weights."""
+    draws, rule = np.random.default_rng(2), RULES[rule]
+    logits, bias = draws.normal(size=(2, 5, 9)).astype(np.float32), draws.normal(size=9).astype(np.float32)
+
+    def weights_of(logits, bias):
+        weights, ids = route(logits, 3, rule, bias)
+        return jnp.sum(weights * jnp.arange(3)), (weights, ids)
+
+    (of_logits, of_bias), (weights, ids) = jax.jit(jax.grad(weights_of, (0, 1), has_aux=True))(logits, bias)
+    exact = logits.astype(np.float64)
+    scores = 1 / (1 + np.exp(-exact)) if rule.sigmoid else np.exp(exact) / np.exp(exact).sum(-1, keepdims=True)
+    for row in np.ndindex(2, 5):
+        order = scores[row] + bias
+        if rule.groups > 1:
+            groups = order.reshape(rule.groups, -1)
+            taken = np.argsort(-np.sort(groups, -1)[:, -2:].sum(-1))[: rule.groups_per_token]
+            order = np.where(np.isin(np.arange(9) // groups.shape[1], taken), order, -np.inf)
+        wanted = np.argsort(-order)[:3]
+        np.testing.assert_array_equal(ids[row], wanted)
+        chosen = scores[row][wanted]
+        chosen = chosen if rule.normalized is False else chosen / chosen.sum()
+        np.testing.assert_allclose(weights[row], rule.scale * chosen, rtol=1e-5)
+    assert np.any(of_logits != 0)
+    assert not np.any(of_bias)
 
 
 @pytest.mark.parametrize("choices", [1, 3])

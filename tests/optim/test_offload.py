@@ -91,7 +91,7 @@ def alone() -> tuple[TrainStep, Any]:
 def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, zero, degrees):
     state, choices = train(make(ADAMW, offload=True, devices=devices, zero=zero, **degrees))
     assert_equal(state, alone[1])
-    assert any("slices pass" in line for line in choices)
+    assert any("in slices" in line for line in choices)
     kinds = {leaf.ndim > 0: leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer_state)}
     assert kinds == {True: "pinned_host", False: "device"}
 
@@ -100,7 +100,7 @@ def test_offloaded_state_gives_the_numbers_of_one_on_the_device(alone, devices, 
 def test_other_updates_get_whole_arrays():
     state, choices = train(make(ADAFACTOR, offload=True))
     assert_equal(state, train(make(ADAFACTOR, offload=False))[0])
-    assert any("whole arrays pass" in line and "not declared" in line for line in choices)
+    assert any("as whole arrays" in line and "not declared" in line for line in choices)
     params = {"kernel": jnp.ones((16, 16)), "bias": jnp.ones(16)}
     for optimizer, why in (
         (UNDECLARED, "not declared"),

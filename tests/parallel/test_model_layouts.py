@@ -129,11 +129,12 @@ PAIRS = dict(
 )  # fmt: skip
 TOWER = dict(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32)
 EXPERTS = dict(num_experts=4, experts_per_token=1, load_balance_weight=0.5, router_z_weight=0.0)
+SHARED = dict(scores="sigmoid", score_bias=True, weights_scale=1.5, shared_dim=8)
 
 CASES = {
     "biased experts": Case(
         dict(
-            DECODER, experts={**EXPERTS, "experts_per_token": 2}, bias=True, activation="clamped_swiglu",
+            DECODER, experts={**EXPERTS, "experts_per_token": 2, **SHARED}, bias=True, activation="clamped_swiglu",
             attention_sinks=True, local_layers=dict(pattern=(1, 0), window=7),
         ),
         plain_rows,

@@ -85,7 +85,7 @@ def test_a_carry_of_integers_is_refused() -> None:
     )
     model = from_functions(lambda key: {"w": np.ones((4, 4)), "blocks": {"w": np.ones((2, 4, 4))}}, parts=parts)
     step = make_train_step(model, classification(), optax.sgd(0.1), mesh=make_mesh(pipe=2, data=4))
-    with pytest.raises(ConfigError, match="embed gives holds int32 at row; stages pass floats only"):
+    with pytest.raises(ConfigError, match="embed returns int32 at row, but stages pass floats only"):
         step.lower({"inputs": np.zeros((64, 4), np.float32), "targets": np.zeros(64, np.int32)})
 
 

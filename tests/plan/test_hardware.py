@@ -176,5 +176,5 @@ def test_rent_is_that_of_a_count_that_can_be_had(on):
     estimate = analyse(load_config("quickstart", overrides=overrides).config, target)
     hourly = estimate.cost.on_demand_usd / estimate.cost.hours
     assert hourly == pytest.approx(RENTED[on] * target.hardware.on_demand_usd_hour)
-    is_said = any(f"the rent is that of {RENTED[on]} devices" in note for note in estimate.notes)
+    is_said = any(f"the cost is for {RENTED[on]} devices" in note for note in estimate.notes)
     assert is_said == (RENTED[on] != target.num_devices)

@@ -61,7 +61,12 @@ MODELS = {
         TOKENS,
     ),
     "experts with biases, and sinks": (
-        TransformerConfig(experts=ExpertsConfig(), bias=True, activation="clamped_swiglu", attention_sinks=True),
+        TransformerConfig(
+            experts=ExpertsConfig(score_bias=True, shared_dim=20),
+            bias=True,
+            activation="clamped_swiglu",
+            attention_sinks=True,
+        ),
         TOKENS,
     ),
     "clip": (CLIPConfig(), IMAGES),

@@ -51,7 +51,7 @@ def test_a_search_ranks_what_fits_the_fastest_first():
         assert one.config.train.global_batch_size == 64
         assert one.config.optimizer == config.optimizer
     memory, *refused = why_not(found)
-    assert memory.startswith(f"{len(found.too_large)} layouts need more memory than the ")
+    assert memory.startswith(f"{len(found.too_large)} layouts need more memory than ")
     assert describe_layout(found.too_large[0].config) in memory
     assert sum(int(line.split()[0]) for line in refused) == len(found.refused)
     assert all(line.partition(" refused: ")[2] for line in refused)

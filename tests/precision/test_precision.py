@@ -125,5 +125,5 @@ def test_float16_is_not_added_up_by_gloo(monkeypatch):
         size = math.prod(axes.values())
         devices = np.array([SimpleNamespace(platform=platform)] * size)
         mesh: Any = SimpleNamespace(devices=devices, shape=axes, size=size)
-        with pytest.raises(ConfigError, match="between CPU devices") if refused else contextlib.nullcontext():
+        with pytest.raises(ConfigError, match="between CPU processes") if refused else contextlib.nullcontext():
             check_sums(get_policy(policy), mesh, backward=backward)

@@ -142,8 +142,8 @@ def test_offloaded_tensors_cross_to_the_host_and_back(params):
     [
         (("some",), "Remat: policy is 'some', not one of none, full, dots, sqrt, names"),
         (("names", ("mlp",)), "Remat: names is 'mlp', not one of query, key, value, attention_output"),
-        (("dots", (), ("mlp_hidden",)), "Remat: remat.offload takes remat.policy=full or names"),
-        (("names", ("query",), ("query",)), "Remat: remat.policy=names needs remat.names, and none of them in"),
+        (("dots", (), ("mlp_hidden",)), "Remat: remat.offload needs remat.policy=full or names"),
+        (("names", ("query",), ("query",)), "Remat: remat.policy=names needs remat.names, none of them in"),
     ],
     ids=["policy", "name", "a policy without names", "kept twice"],
 )

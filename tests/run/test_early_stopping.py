@@ -59,7 +59,7 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
     assert best == 2, "the example does not overfit"
     assert (result.step, status(whole)) == (8, "early stopped")
     assert kept(whole) == {2, 8}, "the best and the last"
-    shown = "early stopped before step 20: eval_loss got no better in 3 evaluations (lower is better), the best is"
+    shown = "early stopped before step 20: eval_loss did not improve in 3 evaluations (lower is better), the best is"
     assert f"{shown} {evaluated[2]:.4g} at step 2" in capfd.readouterr().out
     with pytest.raises(jt.PreemptedError):
         overfit(half, callbacks=[jt.EarlyStopping(patience=3), stop_after(5)])
@@ -70,7 +70,7 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
 
     record, logged = (whole / "run.json").read_text(), rows(whole)
     again = overfit(whole)
-    assert "already stopped early at step 8: raise the patience to go on" in capfd.readouterr().err
+    assert "already stopped early at step 8: raise the patience to continue" in capfd.readouterr().err
     assert (again.step, again.metrics["eval_loss"]) == (8, result.metrics["eval_loss"])
     assert (whole / "run.json").read_text() == record, "a run that ended keeps its record"
     assert rows(whole) == logged

@@ -138,7 +138,7 @@ def test_a_fingerprint_is_of_the_content() -> None:
     assert "sha256" not in augmented.fingerprint, "rows that are drawn anew identify nothing"
     held_out = [data_of((X, Y), validation=(rows, Y)).fingerprint for rows in (X, X.copy(), changed)]
     assert held_out[0] == held_out[1] != held_out[2]
-    assert "drawn anew" in augmented.description[0]
+    assert "drawn when read" in augmented.description[0]
 
 
 def test_nested_inputs_and_no_targets(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ WRONG = {
     "another batch size": (dict(data=batches_of(), batch_size=8), "batch_size=8, but the iterable gives batches of 16"),
     "epochs of an iterator": (dict(data=batches_of(), steps=None, epochs=1), "give steps="),
     "an iterator to evaluate": (dict(validation=batches_of()), "validation is a generator; give {'inputs': x"),
-    "a share of 2": (dict(validation=2.0), "validation=2 is no share between 0 and 1"),
+    "a share of 2": (dict(validation=2.0), "validation=2 needs a share between 0 and 1"),
     "other entries": (dict(validation={"inputs": X}), "validation holds inputs, but data holds inputs, targets"),
     "steps=0": (dict(steps=0), r"train\.steps is 0 \(jaxtrain.fit\)"),
     "a class": (dict(optimizer=optax.adam), "optimizer takes an optax transformation, not the function adam"),

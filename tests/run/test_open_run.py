@@ -114,7 +114,7 @@ WRONG = {
     "key": (lambda folder: jt.open_run(folder, overrides={"train.stps": 3}), "did you mean 'train.steps'?"),
     "other step": (lambda folder: jt.open_run(folder, step=3).params, "no checkpoint of step 3"),
     "metric": (lambda folder: jt.open_run(folder).plot("lss"), "the run logged no metric 'lss'; it logged loss"),
-    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) writes no text"),
+    "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) generates no text"),
     "one row": (of_rows(lambda inputs: inputs[0]), "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
     "no rows": (of_rows(lambda inputs: inputs[:0]), "the data has no rows"),
     "two sets": (of_rows(lambda _: jt.open_data({"kind": "digits"})), "write run.predict(data.validation), or"),
@@ -163,7 +163,7 @@ def test_a_model_from_python_is_given_again(tmp_path, held_out):
     weights = np.asarray(result.state.params["w"])
     np.testing.assert_allclose(run.predict(held_out[0]), held_out[0].reshape(21, -1) @ weights, rtol=1e-4, atol=1e-5)
     assert run.evaluate()["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
-    with pytest.raises(CheckpointError, match=r"params/w is \(64, 10\) float32 there, \(64, 11\) float32 here"):
+    with pytest.raises(CheckpointError, match=r"params/w is saved as \(64, 10\) float32, \(64, 11\) float32 is wanted"):
         _ = jt.open_run(result.run_dir, model=linear(11)).params
     with pytest.raises(ConfigError, match=r"was trained with a model from Python \(linear\)"):
         jt.run_config(result.run_dir, run_dir=tmp_path / "other")

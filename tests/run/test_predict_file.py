@@ -168,14 +168,14 @@ WRONG = [
     ("table", "gone.csv", None, (), 3, "does not exist"),
     ("table", "a.csv", "width,size\n1,2\n", (), 3, "has no column 'height' (it has: width, size)"),
     ("table", "a.csv", "width,height\n1,2\n3,tall\n", (), 3, "a.csv:3 column 'height' is 'tall', not a"),
-    ("table", "a.csv", "x", ("--out", "b.txt"), 2, "--out b.txt: name a file .csv or .jsonl"),
+    ("table", "a.csv", "x", ("--out", "b.txt"), 2, "--out b.txt: give a .csv or .jsonl file"),
     (
         "table",
         "a.csv",
         "x",
         ("--out", "none/b.csv"),
         2,
-        "name a file .csv or .jsonl, by the format, in a folder that is there",
+        "give a .csv or .jsonl file in a folder that exists",
     ),
 ]
 WRONG_KINDS = [

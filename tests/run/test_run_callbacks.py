@@ -107,7 +107,7 @@ def test_an_error_in_a_callback_is_raised_once_the_state_is_saved(tmp_path: Path
 
 
 WRONG_SETTINGS = {
-    "no evaluation": ({"evaluation.every": None, "evaluation.early_stopping": {}}, "every is null; set every"),
+    "no evaluation": ({"evaluation.every": None, "evaluation.early_stopping": {}}, "stopping needs evaluations"),
     "a key": ({"evaluation.early_stopping": {"patiense": 2}}, "early_stopping.patiense'.*early_stopping.patience"),
     "a metric": (
         {"evaluation.early_stopping.metric": "eval_f1"},
@@ -118,7 +118,7 @@ WRONG_SETTINGS = {
 
 
 WRONG = {
-    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "every is null; set every"),
+    "no evaluation": (lambda: fit(Path("x"), callbacks=[jt.EarlyStopping()]), "stopping needs evaluations"),
     "a rate alone": (lambda: jt.run_config(DIGITS, learning_rate=0.1), "optimizer=, which is not given"),
     "an optimizer": (lambda: jt.run_config(DIGITS, optimizer=0.1), "write optax.adamw"),  # pyright: ignore
 }

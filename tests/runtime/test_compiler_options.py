@@ -40,7 +40,7 @@ def test_an_unknown_option_is_told_and_the_others_are_used():
     shipped = OPTIONS["cpu"] | OF_UPDATES["cpu"]
     assert step.compiler_options.used == {**shipped, "xla_llvm_disable_expensive_passes": False}
     assert step.compiler_options.dropped == (
-        "the compiler for cpu does not know xla_no_such_option, so programs go without it",
+        "the compiler for cpu does not support xla_no_such_option, so it is left out",
     )
     assert step(step.init(0), BATCH)[1]["loss"] > 0
 

@@ -205,7 +205,7 @@ def test_a_home_without_a_cache_keeps_nobody_from_training(tmp_path, monkeypatch
     use_cache("auto")
     assert jax.config.jax_compilation_cache_dir == before
     said = capsys.readouterr().err
-    assert "programs are compiled, but not kept" in said
+    assert "programs are compiled, but not cached" in said
     assert said.count("\n") == 1
     with pytest.raises(ConfigError, match=r"the compilation cache .* cannot be used"):
         use_cache(str(tmp_path / "home" / "chosen"))

@@ -117,7 +117,7 @@ def test_a_whole_state_of_numpy_arrays_in_other_containers(averaged: TrainStep) 
 def test_other_parameters_are_refused_by_the_first_path(step: TrainStep) -> None:
     state = step.init(0)
     wrong = {**host(state.params), "second": np.zeros((8, 3), np.float32)}
-    words = r"second is float32\[8, 3\], wanted is float32\[8, 8\]"
+    words = r"second is float32\[8, 3\], not float32\[8, 8\]"
     with pytest.raises(jt.ConfigError, match=words):
         step.init(0, params=wrong)
     step(state, BATCH)

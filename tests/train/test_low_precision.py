@@ -110,5 +110,5 @@ def test_mistakes_are_one_line():
     with pytest.raises(ConfigError, match="is quantized already"):
         quantize(evaluated("int8")[1], make_step("bf16").model, "nf4")
     step = make_train_step(model, regression(), optax.sgd(0.1), mesh=make_mesh(devices=jax.devices()[:1]), policy="fp8")
-    with pytest.raises(ConfigError, match=r"precision.policy=fp8 is for linear layers .* the model mine has none"):
+    with pytest.raises(ConfigError, match=r"precision.policy=fp8 needs linear layers .* the model mine has none"):
         step.lower({"inputs": np.ones((2, 4), np.float32), "targets": np.ones((2, 2), np.float32)})

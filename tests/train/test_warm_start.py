@@ -165,7 +165,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no head": (dict(params=ours({})), r"head/bias is missing \(2 missing, 0 too many\).* write skip=\[\"head/\*\"\]"),
     "shape": (
         dict(params=ours({**HEAD, "bias": np.zeros(3, np.float32)})),
-        r"head/bias is float32\[3\], wanted is float32\[4\]; write skip=\[\"head/\*\"\]",
+        r"head/bias is float32\[3\], not float32\[4\]; write skip=\[\"head/\*\"\]",
     ),
     "pattern of nothing": (
         dict(params=ours(HEAD), skip=["hed/*"]),

@@ -105,22 +105,22 @@ def _without_nulls(value: Any) -> Any:
 def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
     tools = row.get("tools") or None
     if row.get("label") is False:
-        raise DataError(f"{where} is an answer that is not wanted (label: false, as KTO writes it); remove the row")
+        raise DataError(f"{where} is an undesirable answer (label: false, as in KTO); remove the row")
     if "messages" in row:
         return _checked(Conversation(where, _messages(where, row["messages"]), 0, tools))
     if "prompt" in row and "completion" in row:
         before, after = _messages(where, row["prompt"], "user"), _messages(where, row["completion"], ANSWERS)
         return _checked(Conversation(where, (*before, *after), len(before), tools))
     raise DataError(
-        f"{where} is no conversation (it has {', '.join(map(str, row))}); write messages, or prompt and completion, or "
-        "set task=dpo or task=reward for chosen and rejected"
+        f"{where} is not a conversation (it has {', '.join(map(str, row))}); write messages, or prompt and completion; "
+        "for chosen and rejected, set task=dpo or task=reward"
     )
 
 
 def _pair(where: str, row: Mapping[str, Any]) -> Pair:
     if "chosen" not in row or "rejected" not in row:
         there = ", ".join(map(str, row))
-        raise DataError(f"{where} is no pair of answers (it has {there}); write prompt, chosen and rejected")
+        raise DataError(f"{where} is not a pair of answers (it has {there}); write prompt, chosen and rejected")
     chosen, rejected = (_messages(where, row[name], ANSWERS) for name in ("chosen", "rejected"))
     if row.get("prompt") is not None and chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
         prompt = _messages(where, row["prompt"], "user")
@@ -243,13 +243,13 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
         is_last = i + 1 == len(messages)
         after = whole if is_last else render(template, messages[: i + 1], prompt=False, where=where, tools=tools)
         for shorter, longer, how in (
-            (before, after.text, "than it asks the model to begin (add_generation_prompt)"),
-            (after.text, whole.text, "where more messages follow"),
+            (before, after.text, "than its add_generation_prompt"),
+            (after.text, whole.text, "if more messages follow"),
         ):
             if not longer.startswith(shorter):
                 raise ConfigError(
-                    f"the chat template {label} writes message {i + 1} of {where} otherwise {how}, so the answer "
-                    "cannot be told apart; mark answers by {% generation %} (data.template), or try data.train_on=last"
+                    f"the chat template {label} writes message {i + 1} of {where} differently {how}, so the answer "
+                    "cannot be located; mark answers by {% generation %} (data.template), or try data.train_on=last"
                 )
         spans.append((len(before), len(after.text)))
     return whole.text, spans
@@ -296,7 +296,7 @@ def open_chat(
     """
     pairs = gives_pairs(config, task)
     if pairs and config.train_on == "all":
-        raise ConfigError("data.train_on=all takes the prompt into preferences; set data.train_on=answers or last")
+        raise ConfigError("data.train_on=all does not go with pairs of answers; set data.train_on=answers or last")
     label = config.path if isinstance(config.path, str) else ", ".join(config.path)
     label = f"built-in {label}" if label == PYTHON_DOCS else label
     conversations, sides = _read(config, label, pairs=pairs)

@@ -102,7 +102,7 @@ def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
         named = tokenizer.token_id(config.stop)
         stop = () if named is None else (named,)
     if not stop:
-        raise ConfigError(f"the tokenizer has no token at which a model stops (data.stop={config.stop}); set its name")
+        raise ConfigError(f"the tokenizer has no stop token (data.stop={config.stop}); set its name")
     return ChatFormat(source, label, tokens, stop)
 
 
@@ -196,7 +196,7 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; mend it, or "
+            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; fix it, or "
             "set data.template to another"
         ) from None
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
@@ -229,7 +229,7 @@ def render(
             kind, why = DataError, "refuses the conversation"
         else:
             kind, why = ConfigError, f"fails: {type(error).__name__}"
-        raise kind(f"{where}: the chat template {label} {why}: {_reason(error)}; mend it, or data.template") from None
+        raise kind(f"{where}: the chat template {label} {why}: {_reason(error)}; fix it, or data.template") from None
     if not template.marks_answers:
         return Rendered(text, ())
     # Every other part stands inside of marks.

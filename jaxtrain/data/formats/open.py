@@ -81,7 +81,7 @@ def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFil
     for name, file in named:
         form = SUFFIXES.get(plain_suffix(file))
         if form is None or (is_packed(file) and form not in _MAY_BE_PACKED):
-            raise DataError(f"{what} {file} is of no known format ({' '.join(SUFFIXES)}); convert or decompress it")
+            raise DataError(f"{what} {file} has no known format ({' '.join(SUFFIXES)}); convert or decompress it")
         files.append(DataFile(name, file, form))
     if one_format and (other := next((file for file in files if file.format != files[0].format), None)):
         raise DataError(
@@ -94,7 +94,7 @@ def open_rows(files: Sequence[DataFile], columns: Sequence[Column] | None) -> Re
     """Opens files for reading any row of the columns (None: all)."""
     other = next((file for file in files if file.format not in _READERS), None)
     if other is not None:
-        raise DataError(f"{other.path} has no rows by number; give files of {', '.join(_READERS)}")
+        raise DataError(f"{other.path} has no random access to rows; give files of {', '.join(_READERS)}")
     return JoinedReader([_READERS[file.format](file.path, columns) for file in files])
 
 

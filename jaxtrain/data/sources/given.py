@@ -134,7 +134,7 @@ def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
         there = list(map(str, held)) if isinstance(held, Mapping) else []
         missing = next((theirs for theirs in columns.values() if theirs not in there), None)
         if missing is not None:
-            raise DataError(f"columns names {missing!r}, and {name} holds {', '.join(there) or _kind(held)}")
+            raise DataError(f"columns names {missing!r}, but {name} holds {', '.join(there) or _kind(held)}")
         return {ours: held[theirs] for ours, theirs in columns.items()}
 
     if given is None or isinstance(given, float | tuple):  # a pair says itself which is which
@@ -147,7 +147,7 @@ def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
         return given.map(pick)
     if isinstance(given, IndexedDataset):
         return _Mapped(given, lambda row, _: pick(row))
-    raise ConfigError(f"columns are of rows with an index, and {name} is {_kind(given)}; let it give our names")
+    raise ConfigError(f"columns need rows with an index, but {name} is {_kind(given)}; rename its entries")
 
 
 class _Mapped:
@@ -173,7 +173,7 @@ def _is_stream(given: Any) -> bool:
 def _stream_data(stream: BatchStream) -> Data:
     if jax.process_count() > 1:
         raise ConfigError(
-            "data is an iterable of batches, of which each process would read others; give rows with an index "
+            "data is an iterable of batches, which each process would read differently; give rows with an index "
             "(jaxtrain.ArrayRows, or a dataset with __len__ and __getitem__)"
         )
     spec = stream.spec()
@@ -210,15 +210,15 @@ def _rows(given: Any, name: str) -> tuple[grain.MapDataset, dict[str, Any], str]
     if isinstance(rows, ArrayRows):
         return rows, _array_identity(rows), f"arrays: {_shown(first)}"
     identity = _dataset_identity(rows)
-    drawn = "" if "sha256" in identity else "; rows are drawn anew when they are read, so a resumed run reads others"
+    drawn = "" if "sha256" in identity else "; random rows are drawn when read, so a resumed run reads different ones"
     return rows, identity, f"{kind}: {_shown(first)}{drawn}"
 
 
 def _with_share(data: Data, share: float, *, seed: int) -> Data:
     if not 0 < share < 1 or data.validation is not None or isinstance(data.train, BatchStream):
         raise ConfigError(
-            f"validation={share:g} is no share between 0 and 1 of rows with an index and no held-out ones; give the "
-            "rows themselves: validation={'inputs': x, 'targets': y}"
+            f"validation={share:g} needs a share between 0 and 1, rows with an index and no held-out rows; else give "
+            "rows: validation={'inputs': x, 'targets': y}"
         )
     train, validation = split_rows(data.train, share=share, seed=seed)
     split = {"share": share, "seed": seed, "num_rows": len(train), "num_validation_rows": len(validation)}

@@ -204,7 +204,7 @@ def _classes(folder: Path) -> list[str]:
     parts = [name for name in classes if name.lower() in _PARTS]
     if len(classes) < 2 or (len(parts) > 1 and all(_folders(folder / name) for name in parts)):
         shown = few(classes) or "none"
-        raise DataError(f"{folder} holds the folders {shown}; give one per class, at least 2 (parts: train/ and val/)")
+        raise DataError(f"{folder} holds the folders {shown}; give one per class, at least 2 (splits: train/ and val/)")
     return classes
 
 

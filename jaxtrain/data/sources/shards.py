@@ -217,10 +217,10 @@ def _resumed(partial: Path, identity: dict[str, Any]) -> Prepared:
         state = Prepared(**json.loads((partial / _PROGRESS).read_text(encoding="utf-8")))
         names = [shard["file"] for shard in state.shards] + [state.open_shard] * bool(state.open_tokens)
         if state.identity == identity and all((partial / name).is_file() for name in names):
-            print_remark(f"going on with {partial}: {state.documents:,} documents, {state.tokens:,} tokens are there")
+            print_remark(f"continuing {partial}: {state.documents:,} documents, {state.tokens:,} tokens are done")
             return state
     if any(partial.iterdir()):
-        print_remark(f"{partial} was left by another call (other text or settings); beginning again")
+        print_remark(f"{partial} was left by another call (other text or settings); starting over")
         for path in partial.iterdir():
             path.unlink()
     return Prepared(identity)

@@ -117,7 +117,7 @@ def _sources(config: Any) -> list[TokenSource]:
         ends = {one.end_of_text for one in (own, known[0][1]) if one is not None}
         if digest != known[0][0] or len(ends) > 1:
             raise DataError(
-                f"{label} was made with another tokenizer than the rest of the mixture, or ends documents otherwise; "
+                f"{label} has another tokenizer or end of document than the rest of the mixture; "
                 f"set data.tokenizer.kind=file data.tokenizer.path={label}/tokenizer.json, or prepare it again"
             )
     return [

@@ -304,7 +304,7 @@ def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | 
     distinct, classes = np.unique(values, return_inverse=True)
     if values.ndim != 1 or len(distinct) > _MAX_CLASSES:
         raise DataError(
-            f"{label} has targets {list(values.shape)} of {len(distinct)} values, which are no classes (one column, at "
+            f"{label} has targets {list(values.shape)} of {len(distinct)} values, not classes (one column, at "
             f"most {_MAX_CLASSES}); set data.target, or task=regression and data.task=regression"
         )
     names = [

@@ -375,7 +375,7 @@ class Engine:
             EngineDead: the engine was not started or was closed, or its device failed.
             ConfigError: the prompt and the new tokens exceed the cache, or an id is outside the vocabulary.
         """
-        assert self._scheduler is not None, "start() comes first"
+        assert self._scheduler is not None, "call start() first"
         if len(request.tokens) + request.new_tokens > self.length or max(request.tokens) >= self._vocab_size:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: together they may have "
@@ -389,7 +389,7 @@ class Engine:
             # Until the next step a request waits whose slot is free, so that what has not ended is counted.
             if self._accepted - self._scheduler.counters.finished >= self._slots + self._queue:
                 raise EngineFull(
-                    f"{self._slots + self._queue} requests run or wait, as many as the engine takes; try again later"
+                    f"{self._slots + self._queue} requests are running or waiting, the engine's limit; try again later"
                 )
             self._waiting.append(ticket)
             self._accepted += 1

@@ -143,8 +143,8 @@ def _check_site(request: HttpRequest, host: str | None) -> None:
     name = re.sub(r":\d*$", "", given)
     is_known = host is None or name == host.lower() or _is_loopback(name)
     if not is_known or (origin is not None and origin.lower().partition("://")[2] != given):
-        said = f"Host {given!a:.80} and Origin {origin!a:.80} are not this server's; a proxy must pass Host on"
-        raise RefusedError(403, f"{said}, and other names than localhost take an API key")
+        said = f"Host {given!a:.80} and Origin {origin!a:.80} are not this server's; a proxy must forward Host"
+        raise RefusedError(403, f"{said}, and names other than localhost need an API key")
 
 
 def _is_loopback(name: str) -> bool:
@@ -161,7 +161,7 @@ def _check_key(request: HttpRequest, key: str | None) -> None:
     # Compared in the same time wherever they differ.
     same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
     if scheme.lower() != "bearer" or not same:
-        said = "another API key than this server's" if given else "no API key"
+        said = "the API key is wrong" if given else "the API key is missing"
         raise RefusedError(
             401,
             f"{said}; send the header Authorization: Bearer KEY",
@@ -373,7 +373,7 @@ class _Running:
             choice, ticket = self.choices[index], self._tickets[index]
             reason = ticket.finish_reason
             if event is None and reason not in ("stop", "length"):
-                raise RefusedError(500, ticket.error or "the answer was broken off, because the server ends")
+                raise RefusedError(500, ticket.error or "the answer is incomplete: the server is shutting down")
             piece = choice.finish(reason or "length") if event is None else choice.feed(event)
             if choice.finish_reason is not None:
                 running.discard(index)

@@ -266,7 +266,7 @@ class PromptReader:
         """The ids of a field, at least one, all of which the model has; raises a RefusedError if not."""
         outside = next((one for one in ids if not 0 <= one < self.vocab_size), None)
         if outside is not None or not ids:
-            held = "an empty text or list" if outside is None else f"{outside}, which is no token id"
+            held = "an empty text or list" if outside is None else f"{outside}, which is not a token id"
             raise RefusedError(400, f"{name} holds {held}; use ids from 0 to {self.vocab_size - 1}", param=name)
         return tuple(ids)
 
@@ -315,7 +315,7 @@ def _check_length(prompts: Sequence[Sequence[int]], wanted: int, length: int, na
     if longest + wanted > length:
         said = f"a text of {name} has {longest} tokens, and the model takes {length}; shorten it"
         if wanted:
-            more = f"{wanted} or more are to follow; prompt and answer together have {length} tokens here"
+            more = f"{wanted} or more are to be generated; this server's limit for both is {length} tokens"
             said = f"a prompt has {longest} tokens, and {more}"
         raise RefusedError(400, said, param=name, code="context_length_exceeded")
 

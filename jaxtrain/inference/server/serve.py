@@ -60,8 +60,8 @@ def read_api_key(file: str | None) -> str | None:
         found = ""
     if found is not None and (not found.isascii() or not found.isprintable() or not found or " " in found):
         raise ConfigError(
-            f"{_KEY_VARIABLE if file is None else f'--api-key-file {file}'} holds no key that can be read; write "
-            "letters, digits and signs alone, as 'openssl rand -hex 32' does"
+            f"{_KEY_VARIABLE if file is None else f'--api-key-file {file}'} holds no valid key; use only "
+            "letters, digits and signs, as 'openssl rand -hex 32' writes"
         )
     return found
 

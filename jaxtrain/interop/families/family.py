@@ -22,6 +22,7 @@ from jaxtrain.interop.formats.rope import read_rope, write_rope
 from jaxtrain.interop.formats.rows import Row
 
 Config = Mapping[str, Any]
+Values = Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Key:
     name: str
     default: Any = None
     to: str | None = None
-    values: Config | None = None
+    values: Values | None = None
     allowed: tuple[Any, ...] | Callable[[Config], tuple[Any, ...]] = ()
     others: tuple[str, ...] = ()
     is_read: bool = True
@@ -53,7 +54,7 @@ class Key:
         return self.default(file) if callable(self.default) else self.default
 
 
-def mapped(name: str, to: str, default: Any, values: Config | None = None, *, write_default: bool = True) -> Key:
+def mapped(name: str, to: str, default: Any, values: Values | None = None, *, write_default: bool = True) -> Key:
     """Returns a key that becomes the key `to` of our model group."""
     return Key(name, default, to, values, write_default=write_default)
 
@@ -123,7 +124,12 @@ _SILU = mapped("hidden_act", "activation", "silu", {"silu": "swiglu", "swish": "
 
 
 def decoder_keys(
-    defaults: Config, *, activation: Key = _SILU, mlp: str = "intermediate_size", write_head_dim: bool = True
+    defaults: Config,
+    *,
+    activation: Key = _SILU,
+    mlp: str = "intermediate_size",
+    epsilon: str = "rms_norm_eps",
+    write_head_dim: bool = True,
 ) -> tuple[Key, ...]:
     """Returns the keys that decoders share.
 
@@ -132,14 +138,16 @@ def decoder_keys(
             1e-6 and an output layer of its own are there unless said otherwise.
         activation: The key of the activation.
         mlp: The key of the MLP's width.
+        epsilon: The key of the norms' epsilon.
         write_head_dim: False: transformers divides the width by the heads, and knows no key for the usual head_dim.
     """
     usual = dict(num_kv_heads=lambda file: int(file["num_attention_heads"]), head_dim=split_width)
     defaults = usual | dict(norm_epsilon=1e-6, tie_embeddings=False) | {**defaults}
+    names = {"mlp_dim": mlp, "norm_epsilon": epsilon}
     keys = []
     for name, ours in _DECODER.items():
         written = write_head_dim or ours != "head_dim"
-        keys.append(mapped(mlp if ours == "mlp_dim" else name, ours, defaults[ours], write_default=written))
+        keys.append(mapped(names.get(ours, name), ours, defaults[ours], write_default=written))
     return (*keys, activation, fixed("attention_dropout", 0.0, 0))
 
 
@@ -149,8 +157,11 @@ def rope_keys(theta: float, *others: str) -> tuple[Key, ...]:
 
 
 def size(common: Config, layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
-    """Returns the keys of our model group of one published size."""
-    return {**common, "num_layers": layers, "embed_dim": width, "num_heads": heads, **more}
+    """Returns the keys of our model group of one published size; `mlp_dim` is 4 x `width` unless it is given.
+
+    A config whose file has an mlp_dim of its own would keep that one if the size named none.
+    """
+    return {"mlp_dim": 4 * width, **common, "num_layers": layers, "embed_dim": width, "num_heads": heads, **more}
 
 
 def _nothing(*_: Config) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def read_gguf(path: str | Path) -> GgufFile:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return _Reader(content).file(path)
     except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path} is missing, damaged, or no GGUF file that is read: {error}") from None
+        raise CheckpointError(f"{path} is missing, damaged or not a GGUF file that can be read: {error}") from None
 
 
 class _Reader:
@@ -89,7 +89,7 @@ class _Reader:
 
     def file(self, path: Path) -> GgufFile:
         if (start := (self.take(4), self.number("<I"))) not in ((b"GGUF", 2), (b"GGUF", 3)):
-            raise ValueError(f"it begins with {start}; GGUF of the versions 2 and 3, little-endian, is read")
+            raise ValueError(f"it begins with {start}; supported is GGUF version 2 or 3, little-endian")
         num_tensors, num_keys = self.number("<Q"), self.number("<Q")
         metadata = {}
         for _ in range(num_keys):
@@ -103,10 +103,10 @@ class _Reader:
             kind = BLOCK_TYPES.get(number)
             if kind is None:
                 known = ", ".join(one.name for one in BLOCK_TYPES.values())
-                raise ValueError(f"the tensor {name} is stored in ggml's type {number}; the types read are {known}")
+                raise ValueError(f"the tensor {name} is stored in ggml's type {number}; supported types: {known}")
             num_bytes = math.prod(shape) // kind.elements * kind.bytes
             if not num_bytes or shape[-1] % kind.elements or base + offset + num_bytes > self.content.size:
-                raise ValueError(f"the tensor {name} {kind.name}{list(shape)} does not lie in the file as whole blocks")
+                raise ValueError(f"the tensor {name} {kind.name}{list(shape)} is not stored as whole blocks")
             tensors[name] = GgufTensor(shape, kind, base + offset, num_bytes)
         return GgufFile(path, metadata, tensors, self.content)
 

@@ -48,7 +48,7 @@ class _Keys:
         found = self.left.pop(key, default)
         value: Any = found[0] if isinstance(found, list) and found == found[:1] * len(found) != [] else found
         if type(value) not in (int, float) or not 0 <= value < math.inf or (value == 0 and default != 0):
-            raise self.unsupported(key, value, "one number above 0, for all layers, is read")
+            raise self.unsupported(key, value, "it must be one number above 0, for all layers")
         return value
 
     def unsupported(self, key: str, value: object, wanted: str) -> ConfigError:

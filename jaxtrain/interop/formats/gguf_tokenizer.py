@@ -76,7 +76,7 @@ def tokenizer_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
         return _Tokenizer(metadata).files()
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: its tokenizer is not read ({error}); give the model's published tokenizer.json as "
+            f"{path}: its tokenizer cannot be read ({error}); give the model's published tokenizer.json as "
             "data.tokenizer.path"
         ) from None
 
@@ -175,7 +175,7 @@ def _byte_pairs(told: _Tokenizer) -> dict[str, Any]:
     """Returns the parts of a byte-level BPE tokenizer."""
     words = told.said.get("pre")
     if words not in _BPE_WORDS:
-        raise ValueError(f"{_START}pre is {words}; the ways to divide text into words are {', '.join(_BPE_WORDS)}")
+        raise ValueError(f"{_START}pre is {words}; supported: {', '.join(_BPE_WORDS)}")
     # Byte-level pieces hold no space, so a merge is two words.
     merges = [str(one).split(" ") for one in told.said["merges"]]
     return {

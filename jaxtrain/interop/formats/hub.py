@@ -86,14 +86,14 @@ def _fetched(repo: str, revision: str | None, names: Sequence[str], cache: Path 
     except GatedRepoError:
         reason = f"is gated; accept its terms at {hub}/{repo} and set HF_TOKEN"
     except RepositoryNotFoundError:
-        reason = f"is neither here nor at {hub}; check the name, or set HF_TOKEN for a private one"
+        reason = f"is neither on this machine nor at {hub}; check the name, or set HF_TOKEN for a private one"
     except RevisionNotFoundError:
         reason = f"has no such revision at {hub}"
     except Exception as error:  # what the client raises where it gets no answer differs by its version
         first = str(error.__cause__ or error).splitlines()[0]
-        reason = f"is not here, and {hub} does not give it ({first}); name a folder that is here"
+        reason = f"is not on this machine, and {hub} does not provide it ({first}); use a local folder"
         if constants.HF_HUB_OFFLINE:
-            reason = "is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set"
+            reason = "is not on this machine or in the hub's cache, and HF_HUB_OFFLINE is set"
     raise CheckpointError(f"{repo}{f'@{revision}' if revision else ''} {reason}")
 
 
@@ -121,7 +121,7 @@ def read_json(file: Path, kind: type = dict) -> Any:
     try:
         return kind(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as problem:
-        raise ConfigError(f"{file} cannot be read as JSON of a {kind.__name__} ({problem}); fetch it again") from None
+        raise ConfigError(f"{file} is not JSON of a {kind.__name__} ({problem}); download it again") from None
 
 
 def read_published_config(path: Path) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def read_published_config(path: Path) -> dict[str, Any]:
     found = (stored.get("quant_method"), bool(four), stored.get("bnb_4bit_quant_type"))
     if found != ("bitsandbytes", True, "nf4") or stored.get("bnb_4bit_quant_storage", "uint8") != "uint8":
         raise ConfigError(
-            f"{file}: quantization_config says that the tensors are quantized as {found}; "
-            "floats and nf4 of bitsandbytes (in uint8) are read: publish them as one of these first"
+            f"{file}: quantization_config says that the tensors are quantized as {found}, "
+            "but only floats and nf4 of bitsandbytes (in uint8) are supported; convert them first"
         )
     return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -281,7 +281,7 @@ def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
         if kind != "nf4" or sizes != (BLOCK, NESTED_BLOCK):
             raise CheckpointError(
                 f"{folder.folder}: {name} says {kind} in blocks of {sizes}; only nf4 in blocks of {BLOCK} and "
-                f"{NESTED_BLOCK} is read: save the model with these"
+                f"{NESTED_BLOCK} is supported: save the model with these"
             )
         found[owner] = ((rows, inputs), dtype, None if offset is None else float(offset))
     return QuantizedSource(folder.folder, folder.config, folder.stored, found) if found else folder

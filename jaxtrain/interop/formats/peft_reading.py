@@ -20,6 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def open_adapter_folder(path: str | Path) -> AdapterFolder:
     """
     folder = Path(path)
     if not is_adapter_folder(folder):
-        raise ConfigError(f"{folder} has no {CONFIG}; name the folder of an adapter, as PEFT or export writes it")
+        raise ConfigError(f"{folder} has no {CONFIG}; give an adapter folder of PEFT or of jaxtrain export")
     config = _read_config(folder / CONFIG)
     stored = read_header(folder / WEIGHTS)
     return AdapterFolder(folder, config, {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()})
@@ -116,7 +117,7 @@ def _read_config(file: Path) -> AdapterConfig:
     if str(said.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
         wrong = "init_lora_weights"
     if wrong is not None:
-        raise ConfigError(f"{file} has {wrong}: {said.get(wrong)}, which is not supported; plain LoRA adapters are")
+        raise ConfigError(f"{file} has {wrong}: {said.get(wrong)}, but only plain LoRA adapters are supported")
 
     def patterns(key: str, kind: type) -> dict[str, Any]:
         return {pattern: kind(value) for pattern, value in (said.get(key) or {}).items() if re.compile(pattern)}
@@ -173,16 +174,20 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
     if not isinstance(row, Entry) or row.state or not row.path.endswith("/kernel"):
         return None
     weight = row.transform
-    if len(weight.theirs) != 2 or set(weight.merges) != {1}:
+    if len(weight.theirs) != 2 or 0 in weight.merges:
         return None
-    first, picked = len(weight.splits[0]), dict(weight.picks)
-    remaining = [at for at in range(first + len(weight.splits[1])) if at not in picked]
+    first = len(weight.splits[0])
+    remaining = [at for at, pick in enumerate(weight.picked) if isinstance(pick, range)]
     # Which dim of theirs each of our dims comes from; inputs come first in ours.
     owners = [int(remaining[one] >= first) for one in weight.order]
     inputs = owners[0]
     if owners != sorted(owners, key=lambda owner: owner != inputs) or len(set(owners)) != 2:
         return None
-    outputs, num_inputs = 1 - inputs, owners.count(inputs)
+    # How many of our dims are of the inputs, each of which may merge some.
+    outputs, ends = 1 - inputs, list(accumulate(weight.merges))
+    if owners.count(inputs) not in ends:
+        return None
+    num_inputs = 1 + ends.index(owners.count(inputs))
     a = Transform(
         theirs=(rank, weight.theirs[inputs]),
         start=(0, weight.start[inputs]),
@@ -190,7 +195,7 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
         splits=((rank,), weight.splits[inputs]),
         picks=(),
         order=(*(1 + at for at in _order(weight.order, owners, inputs)), 0),
-        merges=(1,) * (num_inputs + 1),
+        merges=(*weight.merges[:num_inputs], 1),
     )
     out = _order(weight.order, owners, outputs)
     shift = first if outputs == 1 else 0
@@ -201,7 +206,7 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
         splits=(weight.splits[outputs], (rank,)),
         picks=tuple((at - shift, index) for at, index in weight.picks),
         order=(len(out), *out),
-        merges=(1,) * (len(out) + 1),
+        merges=(1, *weight.merges[num_inputs:]),
     )
     return Factors(a, b, transposed=inputs == 0)
 
@@ -254,7 +259,7 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
     rest = [name for name in folder.stored if name not in used]
     if rest or not modules:
         raise CheckpointError(
-            f"{folder.path} holds {rest[0] if rest else 'no factors'}: it is of another base, or not supported "
+            f"{folder.path} holds {rest[0] if rest else 'no factors'}: it belongs to another base, or is not supported "
             "(DoRA; adapters of embeddings, experts, biases or the output layer)"
         )
     found = {module: _factors(folder, module, parts) for module, parts in modules.items()}
@@ -294,8 +299,8 @@ def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarra
     stored = folder.stored[name]
     if stored.shape != transform.theirs or stored.dtype.kind in "iub":
         raise CheckpointError(
-            f"{folder.path}: {name} is {stored.dtype}{list(stored.shape)}, but its config and the base ask for "
-            f"floats {list(transform.theirs)}; it is an adapter of another base"
+            f"{folder.path}: {name} is {stored.dtype}{list(stored.shape)}, but its config and the base need "
+            f"floats {list(transform.theirs)}; the adapter belongs to another base"
         )
     return map_tensor(stored).astype(np.float32)
 
@@ -337,6 +342,6 @@ def _read_whole(folder: AdapterFolder, rows: Sequence[Row], used: set[str]) -> d
             name is not None
             and not np.array_equal(row.transform.read_all(_floats(folder, name, row.transform)), found[row.to])
         ):
-            raise ConfigError(f"{folder.path} trains {row.to} apart from {names_of(row)[0]}, which the base ties")
+            raise ConfigError(f"{folder.path} trains {row.to} and {names_of(row)[0]}, which the base ties")
         used.update([name] if name else ())
     return found

@@ -68,19 +68,19 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             # A header of thousands of tensors is far below a megabyte.
             if length > min(size - 8, 100_000_000):
-                raise ValueError(f"its header is to have {length} of {size} bytes")
+                raise ValueError(f"its header claims {length} of {size} bytes")
             header = json.loads(stream.read(length))
         found, at = {}, 0
         entries = [(entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
         for (begin, end), name, entry in sorted(entries, key=lambda one: one[:2]):
             one = StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
             if begin != at or end - begin != one.num_bytes:
-                raise ValueError(f"{name} {one.dtype}{list(one.shape)} is not what lies at bytes {begin} to {end}")
+                raise ValueError(f"{name} {one.dtype}{list(one.shape)} does not match bytes {begin} to {end}")
             found[name], at = one, end
         if at != size - 8 - length:
             raise ValueError(f"its tensors end at byte {at + 8 + length} of {size}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no whole safetensors file ({error}); fetch it again") from None
+        raise CheckpointError(f"{file} is not a complete safetensors file ({error}); download it again") from None
     return {name: found[name] for name in header if name in found}
 
 
@@ -199,5 +199,5 @@ def _sharded(folder: Path) -> dict[str, StoredTensor]:
     files = [file for file in sorted(set(map(str, names.values()))) if Path(file).name == file]
     found = {name: (file, tensor) for file in files for name, tensor in read_header(folder / file).items()}
     if not names or {name: file for name, (file, _) in found.items()} != names:
-        raise CheckpointError(f"{folder / INDEX} places tensors elsewhere than the files do; fetch all of them again")
+        raise CheckpointError(f"{folder / INDEX} does not match the files; download all of them again")
     return {name: found[name][1] for name in names}

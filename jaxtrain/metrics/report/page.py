@@ -97,7 +97,7 @@ def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
     """Say in sentences what the numbers mean: how the run ended, overfitting, the uniform guess, lost time."""
     planned = number(mapping(run.config.get("train")).get("steps"))
     reached = f"step {run.last_step or 0:,}" + ("" if planned is None else f" of {planned:,}")
-    goes_on = "the same command goes on from its newest checkpoint"
+    goes_on = "the same command resumes it from its newest checkpoint"
     ends = {
         "running": ("", f"The run has not ended: it still trains, or was killed. Its last row is of {reached}."),
         "diverged": (
@@ -135,7 +135,7 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
     best = run.best()
     if best is None:
         if "loss" in run.series and "eval_loss" not in run.series:
-            yield "", "No held-out rows were evaluated: how the model does on rows that it has not seen is not known."
+            yield "", "No held-out rows were evaluated, so the model's performance on unseen data is not known."
         return
     steps, values = run.series["eval_loss"]
     last_step, last, (step, lowest) = int(steps[-1]), float(values[-1]), best

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
@@ -232,8 +232,7 @@ class Attention(nnx.Module):
             q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if config.position == "rotary":
             length = q_BLHK.shape[1] if cache is None else cache.length
-            frequencies = model_frequencies(config, context.local, length=length)
-            factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
+            frequencies, factor = model_rotation(config, context.local, length=length)
 
             def rotated(x: jax.Array) -> jax.Array:
                 interleaved = config.rotary_interleaved
@@ -344,6 +343,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, stddevs)
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(config, rngs, stddevs) if config.experts is None else MoE(config, rngs)
+        self.shared = None if config.shared is None else MLP(config.shared, rngs, stddevs)
         self.attention_output_norm, self.mlp_output_norm = norm("attention_output_norm"), norm("mlp_output_norm")
         self.dropout, self.residual_scale = config.dropout, config.residual_scale
         self.form = config.block
@@ -384,6 +384,7 @@ class Block(nnx.Module):
             if isinstance(self.mlp, MoE):
                 y_BLD, *routed = self.mlp(inner_BLD, None if segments_BL is None else segments_BL != 0)
                 routing = Routing.of(*routed)
+                y_BLD = y_BLD if self.shared is None else y_BLD + self.shared(inner_BLD)
             else:
                 y_BLD = self.mlp(inner_BLD)
             x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)

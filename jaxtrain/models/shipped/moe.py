@@ -16,7 +16,7 @@ from jaxtrain.layout.sharding import constrain, sum_over_shards
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.elementwise import aligned
-from jaxtrain.ops.experts.compute import Kernels, route, router_loss
+from jaxtrain.ops.experts.compute import Kernels, RouteRule, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 
 
@@ -68,6 +68,10 @@ class MoE(nnx.Module):
         has_bias = config.has_bias("up")
         bias = router.outputs if has_bias else None
         self.router = Kernel(router.kernel, bias, stddev=INIT_STDDEV, rngs=rngs)
+        said = config.experts
+        self.score_bias = nnx.Param(jnp.zeros(router.outputs, jnp.float32)) if said.score_bias else None
+        sigmoid, groups = said.scores == "sigmoid", (said.groups, said.groups_per_token)
+        self.rule = RouteRule(sigmoid, said.normalize_weights, said.weights_scale, *groups)
 
         def kernel(name: str, stddev: float = INIT_STDDEV) -> Kernel:
             bias = (experts, *shapes[name].outputs) if has_bias else None
@@ -92,7 +96,8 @@ class MoE(nnx.Module):
             if self.router.bias is not None:
                 logits_BLE = logits_BLE + aligned(self.router.bias[...].astype(jnp.float32), logits_BLE)
             logits_BLE = constrain(logits_BLE, "batch", "sequence", None)
-            weights_BLA, ids_BLA = route(logits_BLE, config.experts_per_token)
+            bias_E = None if self.score_bias is None else self.score_bias[...].astype(jnp.float32)
+            weights_BLA, ids_BLA = route(logits_BLE, config.experts_per_token, self.rule, bias_E)
             load_E = expert_load(ids_BLA, config.num_experts, real_BL)
             loss_BL = router_loss(
                 logits_BLE,

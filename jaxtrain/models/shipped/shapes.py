@@ -274,6 +274,10 @@ def _stack(config: TransformerConfig) -> Rows:
         rows |= _linear(f"blocks/attention/{name}", one, bias=config.has_bias(name), layers=layers)
     if config.experts is not None:
         rows |= _linear("blocks/mlp/router", router_shape(config), bias=config.has_bias("up"), layers=layers)
+        if config.experts.score_bias:
+            rows["blocks/mlp/score_bias"] = ((layers, config.experts.num_experts), ("layers", None))
+    for name, one in mlp_shapes(config.shared).items() if config.shared is not None else ():
+        rows |= _linear(f"blocks/shared/{name}", one, bias=config.has_bias(name), layers=layers)
     for name, one in mlp_shapes(config).items():
         if config.experts is None:
             rows |= _linear(f"blocks/mlp/{name}", one, bias=config.has_bias(name), layers=layers)

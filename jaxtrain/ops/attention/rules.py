@@ -284,7 +284,7 @@ def _problem(name: str, case: ContextCase) -> str | None:
             "use parallel.context=1 with fsdp or tensor in its place"
         )
     if name == "ring" and (case.form.window is not None or case.form.softcap is not None):
-        return f"parallel.context_attention=ring knows neither model.sliding_window nor model.attention_softcap; {use}"
+        return f"parallel.context_attention=ring has no model.sliding_window and no model.attention_softcap; {use}"
     # A collective-permute that only some stages reach waits forever, because its rendezvous is among all devices; the
     # other collectives have groups.
     if name == "ring" and case.pipe > 1:

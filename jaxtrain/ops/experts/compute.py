@@ -4,6 +4,7 @@ Shapes: B batch, L sequence, N tokens, D embed, F hidden width, E experts, K exp
 matmul (one per pair of a token and an expert of this device).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,37 +52,81 @@ class Places(NamedTuple):
     row_NK: Array
 
 
-def route(logits_BLE: Array, experts_per_token: int) -> tuple[Array, Array]:
+@dataclass(frozen=True)
+class RouteRule:
+    """How a router chooses experts, and what weighs them.
+
+    Attributes:
+        sigmoid: the score of an expert is the sigmoid of its logit; else its probability among all experts.
+        normalized: the weights of a token sum to 1, times the scale; None: where it has several experts.
+        scale: factor of the weights.
+        groups: equal groups of experts; a token takes experts of `groups_per_token` of them alone, those whose two best
+            experts have the largest sum (DeepSeek-AI 2024, DeepSeek V3, section 2.1.2).
+        groups_per_token: groups that a token takes experts of.
+    """
+
+    sigmoid: bool = False
+    normalized: bool | None = None
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+
+
+def route(
+    logits_BLE: Array, experts_per_token: int, rule: RouteRule | None = None, bias_E: Array | None = None
+) -> tuple[Array, Array]:
     """Choose the experts of each token, and the weight of each.
 
     With two choices or more the weights are the softmax over the chosen logits (Jiang et al. 2024, Mixtral, section
-    2.1). Over one logit that softmax is 1 and would teach the router nothing, so a single choice has its probability
-    among all experts as weight (Fedus et al. 2021, Switch, equation 2).
+    2.1), or their scores over the sum of these. Over one logit that softmax is 1 and would teach the router nothing, so
+    a single choice has its score as weight (Fedus et al. 2021, Switch, equation 2).
 
     Args:
         logits_BLE: float32, E replicated.
         experts_per_token: K.
+        rule: how scores and weights are made; None: `RouteRule()`.
+        bias_E: float32, added to the scores where experts are chosen, not in the weights; no gradient flows to it.
 
     Returns:
         Weights float32 [B, L, K], differentiable in the logits, and expert ids int32 [B, L, K], distinct for each token
         and best first.
     """
-    # Argmax after argmax: on a sharded batch the partitioner gathers the batch for `jax.lax.top_k` (jax 0.12.0, CPU).
-    num_experts = logits_BLE.shape[-1]
-    left_BLE = jax.lax.stop_gradient(logits_BLE)
+    rule = rule or RouteRule()
+    by_score = rule.sigmoid or bias_E is not None or rule.groups > 1
+    scores_BLE = jax.nn.sigmoid(logits_BLE) if rule.sigmoid else jax.nn.softmax(logits_BLE, axis=-1)
+    left_BLE = jax.lax.stop_gradient(scores_BLE if by_score else logits_BLE)
+    if bias_E is not None:
+        left_BLE = left_BLE + aligned(jax.lax.stop_gradient(bias_E), left_BLE)
+    if rule.groups > 1:
+        left_BLGE = left_BLE.reshape(*left_BLE.shape[:2], rule.groups, -1)
+        best = [jnp.sum(jnp.where(is_it, left_BLGE, 0.0), axis=-1) for _, is_it in _largest(left_BLGE, 2)]
+        taken = [is_it for _, is_it in _largest(best[0] + best[1], rule.groups_per_token)]
+        is_taken_BLG = jnp.any(jnp.stack(taken), axis=0)
+        left_BLE = jnp.where(is_taken_BLG[..., None], left_BLGE, -jnp.inf).reshape(left_BLE.shape)
     ids, chosen = [], []
-    for _ in range(experts_per_token):
-        ids_BL = jnp.argmax(left_BLE, axis=-1).astype(jnp.int32)
-        is_chosen_BLE = ids_BL[..., None] == aligned(jnp.arange(num_experts), logits_BLE)
-        left_BLE = jnp.where(is_chosen_BLE, -jnp.inf, left_BLE)
+    for ids_BL, is_it_BLE in _largest(left_BLE, experts_per_token):
         ids.append(ids_BL)
-        chosen.append(jnp.sum(jnp.where(is_chosen_BLE, logits_BLE, 0.0), axis=-1))
+        chosen.append(jnp.sum(jnp.where(is_it_BLE, logits_BLE, 0.0), axis=-1))
     chosen_BLK = jnp.stack(chosen, axis=-1)
-    if experts_per_token == 1:
-        weights_BLK = jnp.exp(chosen_BLK - jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True))
-    else:
+    normalized = experts_per_token > 1 if rule.normalized is None else rule.normalized
+    if rule.sigmoid:
+        weights_BLK = jax.nn.sigmoid(chosen_BLK)
+        weights_BLK = weights_BLK / jnp.sum(weights_BLK, axis=-1, keepdims=True) if normalized else weights_BLK
+    elif normalized:
         weights_BLK = jax.nn.softmax(chosen_BLK, axis=-1)
-    return weights_BLK, jnp.stack(ids, axis=-1)
+    else:
+        weights_BLK = jnp.exp(chosen_BLK - jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True))
+    return weights_BLK if rule.scale == 1 else weights_BLK * rule.scale, jnp.stack(ids, axis=-1)
+
+
+def _largest(left: Array, count: int) -> Iterator[tuple[Array, Array]]:
+    """The largest numbers of the last dim [..., N], best first: int32 [...], and bool [..., N], where each one is."""
+    # Argmax after argmax: on a sharded batch the partitioner gathers the batch for `jax.lax.top_k` (jax 0.12.0, CPU).
+    for _ in range(count):
+        ids = jnp.argmax(left, axis=-1).astype(jnp.int32)
+        is_it = ids[..., None] == aligned(jnp.arange(left.shape[-1]), left)
+        left = jnp.where(is_it, -jnp.inf, left)
+        yield ids, is_it
 
 
 def count_tokens(ids_BLK: Array, num_experts: int) -> Array:
