@@ -134,6 +134,9 @@ def _wrong_rows(config: Config, *, own_task: bool) -> Iterator[str]:
     data, model, task = config.data, config.model, config.task
     form, source = row_form(config), f"data.kind={data.kind}"
     tasks, models = _TAKEN[form]
+    if isinstance(model, CLIPConfig):
+        yield f"model.kind=clip takes images with their texts, not the {form} of {source}; set data.call to a function"
+        return
     if not isinstance(task, Call) and task not in tasks:
         hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
         other = f"data.corruption.kind={hidden} or " if form == "tokens" and hidden else ""

@@ -96,6 +96,8 @@ def test_what_does_not_fit_is_refused():
         embeddings(np.ones((2, 9)))
     with pytest.raises(ConfigError, match=r"contrastive needs image \[B, P\].* set model.kind=clip"):
         jt.contrastive().loss(np.ones((2, 3)), {})
+    with pytest.raises(ConfigError, match=r"clip takes images with their texts, not the tokens of data.kind=text; set"):
+        check_kinds(load_config({"model": SMALL, "task": "contrastive"}).config)
     config = load_config({"model": SMALL, "data": {"call": "rows:make"}}).config
     with pytest.raises(ConfigError, match=r"task=language_modeling with model\.kind=clip; task=contrastive"):
         check_kinds(config)
