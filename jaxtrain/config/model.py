@@ -50,7 +50,7 @@ class Published(_From):
     def _from_size(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        found = {**cls.sizes.get(str(values.get("size")), {})}
+        found: dict[str, Any] = {**cls.sizes.get(str(values.get("size")), {})}
         for key, value in values.items():
             base = found.get(key)
             # Whoever names a kind describes the whole of a group.

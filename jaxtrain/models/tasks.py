@@ -289,7 +289,8 @@ def contrastive() -> Task:
     return Task("contrastive", _contrastive_loss, rows="global")
 
 
-def _contrastive_loss(outputs: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _contrastive_loss(outputs: Any, batch: Batch) -> Any:
+    """Losses and accuracy of each row."""
     names = ("image", "text", "scale")
     if not isinstance(outputs, Mapping) or not {*names} <= {*outputs}:
         raise ConfigError(

@@ -476,11 +476,12 @@ def structure_of(
                 "image": structure_of(config.image_tower, input_shape=clip_image(config), **_NO_DATA),
                 "text": structure_of(config.text_tower, input_shape=(config.text.max_sequence_length,), **_NO_DATA),
             }
-            parts: dict[str, list[Any]] = {}
-            for (side, tower), name in itertools.product(towers.items(), ("stacks", "entry", "head")):
-                moved = (replace(one, path=f"{side}/{one.path}") for one in getattr(tower, name))
-                parts.setdefault(name, []).extend(moved)
-            return Structure(*(tuple(parts[name]) for name in ("stacks", "entry", "head")), None)
+
+            def both(name: str) -> tuple[Any, ...]:
+                found = ((side, one) for side, tower in towers.items() for one in getattr(tower, name))
+                return tuple(replace(one, path=f"{side}/{one.path}") for side, one in found)
+
+            return Structure(both("stacks"), both("entry"), both("head"), None)
         case _:
             return None
 
