@@ -50,13 +50,12 @@ class Published(_From):
     def _from_size(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        found: dict[str, Any] = {**cls.sizes.get(str(values.get("size")), {})}
-        for key, value in values.items():
-            base = found.get(key)
+        size: dict[str, Any] = {**cls.sizes.get(str(values.get("size")), {})}
+        for key in size.keys() & values.keys():
             # Whoever names a kind describes the whole of a group.
-            inner = isinstance(value, dict) and isinstance(base, dict) and "kind" not in value
-            found[key] = {**base, **value} if inner else value
-        return found
+            if isinstance(size[key], dict) and isinstance(values[key], dict) and "kind" not in values[key]:
+                values = values | {key: size[key] | values[key]}
+        return size | values
 
     @field_validator("size")
     @classmethod

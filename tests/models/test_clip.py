@@ -1,6 +1,6 @@
 """CLIP by hand: what stands for a text, the activation, the norm before the blocks of a ViT, the loss, refusals.
 
-The whole model is compared with transformers in tests/interop/test_clip.py. Shapes: B batch, P width of the embeddings.
+The whole model is compared with transformers in tests/interop/test_families.py. Shapes: B batch, P of embeddings.
 """
 
 import jax
@@ -13,6 +13,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.model import ViTConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.interop.families.table import read_settings
 from jaxtrain.models.layers import ACTIVATIONS
 from jaxtrain.models.shipped.build import build_model
 
@@ -108,3 +109,26 @@ def test_what_does_not_fit_is_refused():
 def test_a_size_gives_the_keys_of_a_tower_that_are_not_set():
     model = load_config({"model": {"kind": "clip", "size": "clip_vit_l14", "text": {"num_layers": 2}}}).config.model
     assert (model.text.num_layers, model.text.embed_dim, model.image.num_layers) == (2, 768, 24)
+
+
+REFUSED = {
+    "activations": (
+        {"vision_config": {"hidden_act": "gelu"}},
+        "another activation in vision_config than in text_config",
+    ),
+    "ends": ({"text_config": {"eos_token_id": [5, 6]}}, r"eos_token_id: \[5, 6\], which is not supported"),
+    "no end": ({"text_config": {"eos_token_id": None}}, "eos_token_id: None, which is not supported"),
+    "classes": ({"architectures": ["CLIPForImageClassification"]}, "architectures: CLIPForImageClassification"),
+    "dropout": (
+        {"text_config": {"attention_dropout": 0.1}},
+        "attention_dropout: 0.1, which the family clip_text_model",
+    ),
+    "key": ({"vision_config_dict": {"registers": 4}}, r"key registers \(value 4\), which the family clip_vision_model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_config_json_says_and_ours_cannot(name):
+    config, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        read_settings({"model_type": "clip", **config})
