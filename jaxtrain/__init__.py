@@ -17,7 +17,6 @@ _HOMES = {
     "Config": "jaxtrain.config",
     "ConfigError": "jaxtrain.errors",
     "DEFAULT_RULES": "jaxtrain.layout.rules",
-    "CorruptionError": "jaxtrain.errors",
     "Data": "jaxtrain.data",
     "DataError": "jaxtrain.errors",
     "DeferredLogits": "jaxtrain.ops.loss.cross_entropy",

@@ -47,7 +47,7 @@ _SET_BACK = "set it back, use another run directory, or start again with --resum
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
 # data is noticed by its content, and more steps are how a run is made longer.
 MAY_CHANGE = (
-    *("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile", "checks", "watchdog"),
+    *("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile", "watchdog"),
     *("name", "compilation_cache", "compiler_options", "optimizer.offload", "model.attention", "loss.logits"),
     *("loss.block", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
 )

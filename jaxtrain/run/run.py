@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
@@ -364,7 +363,6 @@ def _open_checkpoints(
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         keep_best=keep.keep_best,
-        mirror=mirror_folder(keep.mirror, run_dir),
         report=report,
     )
     return checkpointer, owner
@@ -376,7 +374,6 @@ def _begin_directory(run: Run, run_dir: Path, checkpointer: Checkpointer, progre
         if (previous := set_aside(run_dir)) is not None:
             progress.message(f"the files of an earlier run were moved to {previous}")
         begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
-    checkpointer.begin_anew()
 
 
 def _has_closed(run_dir: Path) -> bool:
