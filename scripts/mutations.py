@@ -59,7 +59,6 @@ MUTATIONS = {
     "warmup-first-step": ("optim", "optax.linear_schedule(peak / (warmup + 1),", "optax.linear_schedule(0.0,", "optim"),
     "wsd-decay": ("optim", "[max(steps - decay, warmup)]", "[max(steps - decay + 1, warmup)]", "optim"),
     "muon-scale": ("optim", "math.sqrt(max(rows, columns))", "math.sqrt(min(rows, columns))", "optim parallel"),
-    "adafactor-decay": ("optim", "1 - (state.count + 1).astype", "1 - (state.count + 2).astype", "optim parallel"),
     "rounding-bits": ("optim", "random_bits(leaf.shape, count,", "random_bits(leaf.shape, jnp.int32(0),", "optim"),
     "rotary": (
         "models",

@@ -235,11 +235,6 @@ def _pages() -> None:
     )
     add("--max-shard-size", metavar="SIZE", help="largest size of a file; default: 5GB")
     add("--merge", action="store_true", help="merge the adapters into the base and write the whole model")
-    add(
-        "--base",
-        choices=("nf4",),
-        help="write linear layers in 4 bits, in the format of bitsandbytes",
-    )
     add_shared(parser, "--step", "--emulate")
 
     parser = _verb("report", "redraw a run's report, or compare several runs or a sweep", "runs.report")

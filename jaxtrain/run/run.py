@@ -130,7 +130,7 @@ def run_config(
         model, task, data: your own instead of the config's.
         optimizer: any optax transformation instead of the config's, whose `clip_norm`, `ema_decay`, `freeze` and
             `offload` still hold. A run that goes on needs it again.
-        learning_rate: the rate that the metrics show, a number or a schedule; None: that of the optimizer.
+        learning_rate: the rate of `optimizer` that metrics and report show, a number or a schedule; None: none.
         callbacks: `Callback` and `EarlyStopping`, called between the steps.
         progress: where phases and progress are shown; None: on standard error.
 

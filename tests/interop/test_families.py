@@ -44,6 +44,8 @@ ROWS = {
     "gpt_oss": PLAIN,
     **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
+    **dict.fromkeys(("modernbert_mlm", "modernbert_sequence", "modernbert_token"), ENCODER),
+    **dict.fromkeys(("electra_mlm", "electra_sequence", "electra_token", "electra_discriminator"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
     **dict.fromkeys(("t5", "t5_v11"), TO_TEXT),
@@ -113,7 +115,8 @@ def test_logits_and_gradient(name):
     for key in [key for key in wanted if key.startswith("grad:")]:
         name = key.removeprefix("grad:")
         tensors = plan_tensors(family.tensors(settings), {"": "float32"})
-        ((_, tensor, parts),) = gathered({name: tensors[name]}, held)
+        tensor = tensors[name]
+        parts = [gathered(*part, held) for part in tensor.parts]
         found = floats_of(tensor, parts)
         atol = TOLERANCE * (np.ptp(wanted[key]) or np.abs(wanted[key]))  # one number has no range
         np.testing.assert_allclose(found, wanted[key], rtol=0, atol=atol, err_msg=key)
