@@ -278,9 +278,9 @@ def contrastive() -> Task:
     """Find the text of each image, and the image of each text, among those of the whole batch (CLIP).
 
     The model gives a dict of `image` and `text`, embeddings [B, P], and of `scale` [], what multiplies their
-    similarities, at most 100. The loss of a row is the mean of two cross-entropies over B candidates. With accumulation
-    the model runs twice, and the candidates stay those of the batch. Evaluation compares the rows of each of its
-    batches. Source: Radford et al. 2021 (arXiv 2103.00020), figure 3.
+    similarities, at most 100. The loss of a row is the mean of two cross-entropies over B candidates. Accumulation and
+    pipelines are refused. Evaluation compares the rows of each of its batches. Source: Radford et al. 2021 (arXiv
+    2103.00020), figure 3.
 
     Example:
         >>> jt.contrastive()

@@ -229,13 +229,14 @@ def batches(name: str) -> list[Batch]:
 
 
 def make_step(name: str, where: Layout, remat: str = "none") -> TrainStep:
+    task = TASKS[CASES[name].task]()
     return make_train_step(
         make_model(name, remat),
-        TASKS[CASES[name].task](),
+        task,
         # Without such an epsilon Adam makes full steps of the rounding of gradients that are 0 (biases of keys).
         optax.adamw(3e-3, eps=1e-5),
         mesh=make_mesh_of(where.degrees),
-        accumulation_steps=2,
+        accumulation_steps=1 if task.rows == "global" else 2,
         # Of models this small the biases are more than the usual limit.
         parallelism=dataclasses.replace(where.options, max_replicated_fraction=1),
     )
