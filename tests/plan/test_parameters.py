@@ -3,7 +3,15 @@
 import jax
 import pytest
 
-from jaxtrain.config.model import EncoderDecoderConfig, ExpertsConfig, MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.model import (
+    CLIPConfig,
+    EncoderDecoderConfig,
+    ExpertsConfig,
+    MLPConfig,
+    ResNetConfig,
+    TransformerConfig,
+    ViTConfig,
+)
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors
@@ -86,6 +94,8 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "clip": (CLIPConfig(), IMAGES),
+    "vit with a norm, without biases around": (ViTConfig(embedding_norm=True, outer_bias=False), IMAGES),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),
     "deep mlp": (MLPConfig(hidden_dims=(64, 32, 16)), IMAGES),
 }
