@@ -6,7 +6,7 @@ Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, fixed, gelu_key, ignored, own, rope_keys, size, size_keys
 from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
@@ -69,15 +69,8 @@ FAMILY = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     keys=(
-        mapped("vocab_size", "vocab_size", 50432),
-        mapped("hidden_size", "embed_dim", 6144),
-        mapped("intermediate_size", "mlp_dim", 24576),
-        mapped("num_hidden_layers", "num_layers", 44),
-        mapped("num_attention_heads", "num_heads", 64),
-        mapped("max_position_embeddings", "max_sequence_length", 2048),
-        mapped("layer_norm_eps", "norm_epsilon", 1e-5),
-        mapped("hidden_act", "activation", "gelu", {"gelu_new": "gelu"} | GELUS),
-        mapped("tie_word_embeddings", "tie_embeddings", False),
+        *size_keys(size(_COMMON, 44, 6144, 64, vocab_size=50432), dict(norm_epsilon="layer_norm_eps")),
+        gelu_key("hidden_act", "gelu", "gelu_new"),
         own("use_parallel_residual", True),
         own("partial_rotary_factor", 0.25, "rotary_pct"),
         *rope_keys(10000.0, "rotary_emb_base"),

@@ -6,7 +6,7 @@ Sources: Bellagente et al. 2024, and the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, checked, decoder_keys, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, checked, decoder_keys, ignored, mapped, rope_keys, size
 from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
 from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims
 
@@ -31,19 +31,17 @@ FAMILY = Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
     keys=(
-        *decoder_keys(size(_DEFAULTS, 32, 2560, 32), epsilon="layer_norm_eps", write_head_dim=False),
+        *decoder_keys(size(_DEFAULTS, 32, 2560, 32), names=dict(norm_epsilon="layer_norm_eps"), write_head_dim=False),
         checked("head_dim", None, lambda file: (None, file["hidden_size"] // file["num_attention_heads"])),
         mapped("use_qkv_bias", "bias", False, {False: False, True: "qkv"}),
         mapped("use_parallel_residual", "block", False, {False: "pre", True: "parallel_one_norm"}),
         mapped("qk_layernorm", "qk_norm", False, {False: False, True: "per_head"}),
-        own("partial_rotary_factor", 0.25),
-        *rope_keys(10000.0),
+        *rope_keys(10000.0, fraction=0.25),
         *ignored("hidden_dropout"),
     ),
     tensors=_tensors,
     fixed=_FIXED,
     rotary=True,
-    write=lambda model: dict(partial_rotary_factor=model["rotary_fraction"]),
     sizes={
         "stablelm_3b_4e1t": size(_COMMON, 32, 2560, 32, vocab_size=50304, mlp_dim=6912),
         "stablelm_2_1.6b": size(_COMMON, 24, 2048, 32, vocab_size=100352, mlp_dim=5632, bias="qkv"),

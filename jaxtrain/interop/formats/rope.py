@@ -177,6 +177,12 @@ def read_windows(layer_types: Sequence[str], window: int | None) -> dict[str, An
     return {"sliding_window": None, "local_layers": {"pattern": shortest_pattern(pattern), "window": window}}
 
 
+def whole_every(period: int, file: Mapping[str, Any]) -> list[str]:
+    """Returns the `layer_types` of a file that leaves them out: each `period`-th layer has no window."""
+    layers = range(1, int(file["num_hidden_layers"]) + 1)
+    return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+
+
 def shortest_pattern(layers: Sequence[int]) -> tuple[int, ...]:
     """Returns the shortest pattern that gives the numbers of all layers when it is repeated."""
     patterns = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
