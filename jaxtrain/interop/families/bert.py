@@ -338,8 +338,6 @@ DISTILBERT = Family(
     write=_write_distilbert,
     sizes={"distilbert_base": size(_DISTIL_FIXED | _MASKED | _ROWS, 6, 768, 12)},
 )
-
-
 ELECTRA = Family(
     name="electra",
     architecture="ElectraModel",

@@ -77,9 +77,8 @@ def _read2(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write2(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
     # transformers asks for a window also where no layer has one.
-    return _write(model) | dict(layer_types=types, sliding_window=window or 4096)
+    return _write(model) | write_windows(model, unused=4096)
 
 
 COHERE2 = Family(

@@ -38,8 +38,6 @@ _GEMMA3 = _COMMON | dict(
 _SMALL3 = {name: value for name, value in _GEMMA3.items() if name != "rope_scaling"} | dict(
     vocab_size=262144, max_sequence_length=32768, local_layers=_LOCAL | dict(window=512),
 )  # fmt: skip
-# transformers asks for a window also where no layer has one.
-_WINDOW = 4096
 
 
 def _sized(common: Mapping[str, Any], layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def _keys(vocabulary: int, length: int) -> tuple[Key, ...]:
         *decoder_keys(sizes | dict(vocab_size=vocabulary, max_sequence_length=length), activation=_ACTIVATION),
         *ignored("hidden_act"),  # hidden_activation takes its place
         own("query_pre_attn_scalar", 256),
-        own("sliding_window", _WINDOW),
+        own("sliding_window", 4096),
         own("layer_types"),
         fixed("attention_bias", False),
         fixed("use_bidirectional_attention", None, False),
@@ -74,12 +72,11 @@ def _read(file: Mapping[str, Any], period: int) -> dict[str, Any]:
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
     scale = model["attention_scale"]
     scalar = int(model["head_dim"]) if scale is None else scale**-2
     scalar = round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-9) else scalar
-    window = _WINDOW if window is None else window
-    return dict(query_pre_attn_scalar=scalar, layer_types=types, sliding_window=window)
+    # transformers asks for a window also where no layer has one.
+    return dict(query_pre_attn_scalar=scalar) | write_windows(model, unused=4096)
 
 
 # Llama's name for the norm of the MLP's input is that of attention's output here.
@@ -125,9 +122,8 @@ def _read3(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 def _write3(model: Mapping[str, Any]) -> dict[str, Any]:
     # Not rope_scaling, which would be taken for that of both kinds of layers.
     ropes = write_ropes(model)
-    return (
-        _write(model) | ropes | dict(rope_local_base_freq=ropes["rope_parameters"]["sliding_attention"]["rope_theta"])
-    )
+    local = ropes["rope_parameters"]["sliding_attention"]
+    return _write(model) | ropes | dict(rope_local_base_freq=local["rope_theta"])
 
 
 GEMMA3 = Family(

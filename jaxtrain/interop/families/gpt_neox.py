@@ -6,7 +6,7 @@ Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, fixed, gelu_key, ignored, own, rope_keys, size, size_keys
+from jaxtrain.interop.families.family import Family, fixed, gelu_key, ignored, mapped, own, rope_keys, size, size_keys
 from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
@@ -24,18 +24,6 @@ _COMMON = _FIXED | dict(
     vocab_size=50304, max_sequence_length=2048, rope_theta=10000.0, rotary_fraction=0.25, block="parallel",
     norm_epsilon=1e-5, activation="gelu_exact", tie_embeddings=False,
 )  # fmt: skip
-
-
-def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(block="parallel" if file["use_parallel_residual"] else "pre")
-
-
-def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(
-        use_parallel_residual=model["block"] == "parallel",
-        rotary_pct=model["rotary_fraction"],
-        rotary_emb_base=model["rope_theta"],
-    )
 
 
 _NAMES = {
@@ -71,7 +59,7 @@ FAMILY = Family(
     keys=(
         *size_keys(size(_COMMON, 44, 6144, 64, vocab_size=50432), dict(norm_epsilon="layer_norm_eps")),
         gelu_key("hidden_act", "gelu", "gelu_new"),
-        own("use_parallel_residual", True),
+        mapped("use_parallel_residual", "block", True, {True: "parallel", False: "pre"}),
         own("partial_rotary_factor", 0.25, "rotary_pct"),
         *rope_keys(10000.0, "rotary_emb_base"),
         fixed("attention_bias", True),
@@ -80,8 +68,7 @@ FAMILY = Family(
     tensors=_tensors,
     fixed=_FIXED,
     rotary=True,
-    read=_read,
-    write=_write,
+    write=lambda model: dict(rotary_pct=model["rotary_fraction"], rotary_emb_base=model["rope_theta"]),
     sizes={
         "pythia_70m": size(_COMMON, 6, 512, 8),
         "pythia_160m": size(_COMMON, 12, 768, 12),

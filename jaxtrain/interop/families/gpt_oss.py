@@ -26,11 +26,6 @@ def _read(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     return read_experts(ours, file) | read_windows(types, file["sliding_window"])
 
 
-def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
-    return write_experts(model) | dict(layer_types=types, sliding_window=window)
-
-
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     (D, H, F), E = dims(model, "DHF"), int(model["experts"]["num_experts"])
     up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -62,7 +57,7 @@ FAMILY = Family(
     fixed=_FIXED,
     rotary=True,
     read=_read,
-    write=_write,
+    write=lambda model: write_experts(model) | write_windows(model),
     sizes={
         "gpt_oss_20b": size(_COMMON, 24, 2880, 64, experts=dict(num_experts=32, experts_per_token=4)),
         "gpt_oss_120b": size(_COMMON, 36, 2880, 64, experts=dict(num_experts=128, experts_per_token=4)),

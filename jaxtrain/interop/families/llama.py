@@ -91,11 +91,13 @@ def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
     output = output_row(model, "lm_head.weight")
     if head_kind(model) != "language_model":
         output = Entry("head/output/kernel", "score.weight", linear((D,), (int(model["head"]["num_labels"]),)))
+    norm, *bias = block_rows(model, {"output_norm": "model.norm"}, prefix="")
     return (
         Entry("embedding", "model.embed_tokens.weight", copy(V, D)),
-        Entry("output_norm/scale", "model.norm.weight", copy(D)),
+        norm,
         output,
         Skipped(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+        *bias,
     )
 
 

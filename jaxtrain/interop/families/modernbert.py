@@ -26,8 +26,8 @@ from jaxtrain.interop.formats.rows import Entry, Row, Tied, block_rows, copy, di
 _FIXED = dict(position="rotary", norm="layernorm", embedding_norm="first_layer", bias=False, causal=False)
 _SIZES = dict(vocab_size=50368, max_sequence_length=8192, norm_epsilon=1e-5)
 _COMMON = _FIXED | _SIZES | dict(
-    rope_theta=160000.0, activation="geglu_exact",
-    tie_embeddings=True, local_layers=dict(pattern=(0, 1, 1), window=65, rope_theta=10000.0),
+    rope_theta=160000.0, activation="geglu_exact", tie_embeddings=True,
+    local_layers=dict(pattern=(0, 1, 1), window=65, rope_theta=10000.0),
     head=dict(kind="masked_language_model", hidden="gelu_exact", bias="output"),
 )  # fmt: skip
 _GATES = {"gelu": "geglu_exact", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "silu": "swiglu"}
@@ -56,9 +56,10 @@ def _read(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    (types, window), local, head = write_windows(model), model["local_layers"], model["head"] or {}
+    windows, local, head = write_windows(model), model["local_layers"], model["head"] or {}
+    window = windows["sliding_window"]
     return dict(
-        layer_types=types,
+        layer_types=windows["layer_types"],
         global_attn_every_n_layers=1 if local is None else len(local["pattern"]),  # of readers before layer_types
         local_attention=128 if window is None else 2 * (window - 1),
         classifier_pooling="mean" if head.get("pooling") == "mean" else "cls",

@@ -66,8 +66,7 @@ def _read3(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write3(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
-    return _write(model) | write_rope(model) | write_ropes(model) | dict(layer_types=types, sliding_window=window)
+    return _write(model) | write_rope(model) | write_ropes(model) | write_windows(model)
 
 
 OLMO3 = Family(

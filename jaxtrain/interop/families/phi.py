@@ -10,6 +10,7 @@ _FIXED = dict(position="rotary", norm="layernorm", bias=True, block="parallel_on
 _ROWS = dict(vocab_size=51200, max_sequence_length=2048, tie_embeddings=False)
 _COMMON = _FIXED | _ROWS | dict(activation="gelu", norm_epsilon=1e-5, rope_theta=10000.0)
 _GELU = gelu_key("hidden_act", "gelu_new", "gelu_new")
+_KEYS = dict(norm_epsilon="layer_norm_eps")
 _NAMES = {
     "attention_norm": "input_layernorm", "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
     "attention/value": "self_attn.v_proj", "attention/output": "self_attn.dense", "mlp/up": "mlp.fc1",
@@ -33,12 +34,7 @@ FAMILY = Family(
     name="phi",
     architecture="PhiForCausalLM",
     keys=(
-        *decoder_keys(
-            size(_COMMON, 24, 2048, 32),
-            activation=_GELU,
-            names=dict(norm_epsilon="layer_norm_eps"),
-            write_head_dim=False,
-        ),
+        *decoder_keys(size(_COMMON, 24, 2048, 32), activation=_GELU, names=_KEYS, write_head_dim=False),
         *rope_keys(10000.0, fraction=0.5),
         fixed("qk_layernorm", False),
         *ignored("embd_pdrop", "resid_pdrop"),

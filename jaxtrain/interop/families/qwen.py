@@ -40,11 +40,10 @@ def _read_windows(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, An
 
 
 def _write_windows(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
-    first = types.index("sliding_attention") if window is not None else len(types)
-    return dict(
-        use_sliding_window=window is not None, sliding_window=window, max_window_layers=first, layer_types=types
-    )
+    windows = write_windows(model)
+    types, is_used = windows["layer_types"], windows["sliding_window"] is not None
+    first = types.index("sliding_attention") if is_used else len(types)
+    return windows | dict(use_sliding_window=is_used, max_window_layers=first)
 
 
 QWEN2 = Family(
@@ -119,8 +118,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     keys=(
         *decoder_keys(
-            size(_DEFAULTS, 24, 2048, 32, num_kv_heads=4, mlp_dim=768),
-            names=dict(mlp_dim="moe_intermediate_size"),
+            size(_DEFAULTS, 24, 2048, 32, num_kv_heads=4, mlp_dim=768), names=dict(mlp_dim="moe_intermediate_size")
         ),
         own("num_experts", 128, "num_local_experts"),
         own("num_experts_per_tok", 8),

@@ -17,14 +17,14 @@ _DEFAULTS = dict(vocab_size=50304, mlp_dim=6912, max_sequence_length=4096, norm_
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, G, K = dims(model, "DHGK")
+    H, G, K = dims(model, "HGK")
     absent = ("attention/query_norm", "attention/key_norm", "mlp_norm" if model["block"] != "pre" else None)
     rows = block_rows(model, {ours: theirs for ours, theirs in (ATTENTION | MLP).items() if ours not in absent})
     if model["qk_norm"]:  # one tensor per head
         for name, heads in (("query", H), ("key", G)):
             theirs = f"self_attn.{name[0]}_layernorm.norms.{{expert}}.weight"
             rows.append(Entry(f"blocks/attention/{name}_norm/scale", theirs, copy(K), stack=(heads,)))
-    return (*decoder(model, rows), Entry("output_norm/bias", "model.norm.bias", copy(D)))
+    return decoder(model, rows)
 
 
 FAMILY = Family(

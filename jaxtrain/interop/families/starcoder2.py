@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.interop.families.family import Family, decoder_keys, fixed, gelu_key, ignored, no_ids, rope_keys, size
 from jaxtrain.interop.families.llama import ATTENTION, decoder
-from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims
+from jaxtrain.interop.formats.rows import Row, block_rows
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
@@ -16,6 +16,7 @@ _COMMON = _FIXED | dict(
     tie_embeddings=True,
 )  # fmt: skip
 _DEFAULTS = _COMMON | dict(max_sequence_length=4096, num_kv_heads=2, sliding_window=None)
+_NAMES = dict(norm_epsilon="norm_epsilon")
 _GELU = gelu_key("hidden_act", "gelu_pytorch_tanh")
 
 
@@ -24,22 +25,15 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    (D,) = dims(model, "D")
     mlp = block_rows(model, {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}, beside=True)
-    rows = decoder(model, [*block_rows(model, ATTENTION), *mlp])
-    return (*rows, Entry("output_norm/bias", "model.norm.bias", copy(D)))
+    return decoder(model, [*block_rows(model, ATTENTION), *mlp])
 
 
 FAMILY = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
     keys=(
-        *decoder_keys(
-            size(_DEFAULTS, 30, 3072, 24),
-            activation=_GELU,
-            names=dict(norm_epsilon="norm_epsilon"),
-            write_head_dim=False,
-        ),
+        *decoder_keys(size(_DEFAULTS, 30, 3072, 24), activation=_GELU, names=_NAMES, write_head_dim=False),
         *rope_keys(10000.0),
         fixed("use_bias", True),
         fixed("norm_type", "layer_norm"),

@@ -189,12 +189,11 @@ def shortest_pattern(layers: Sequence[int]) -> tuple[int, ...]:
     return next(one for one in patterns if all(kind == one[at % len(one)] for at, kind in enumerate(layers)))
 
 
-def write_windows(model: Mapping[str, Any]) -> tuple[list[str], int | None]:
-    """Returns `layer_types` and `sliding_window` of a model group, the inverse of `read_windows`."""
-    layers, local = int(model["num_layers"]), model["local_layers"]
-    if local is None:
-        window = model["sliding_window"]
-        return ["full_attention" if window is None else "sliding_attention"] * layers, window
+def write_windows(model: Mapping[str, Any], unused: int | None = None) -> dict[str, Any]:
+    """Returns `layer_types` and `sliding_window`, which is `unused` where no layer has a window."""
+    layers, local, window = int(model["num_layers"]), model["local_layers"], model["sliding_window"]
+    pattern = (int(window is not None),) if local is None else local["pattern"]
     kinds = ("full_attention", "sliding_attention")
-    pattern = local["pattern"]
-    return [kinds[pattern[at % len(pattern)]] for at in range(layers)], local["window"]
+    types = [kinds[pattern[at % len(pattern)]] for at in range(layers)]
+    window = window if local is None else local["window"]
+    return dict(layer_types=types, sliding_window=unused if window is None else window)
