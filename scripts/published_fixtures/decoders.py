@@ -17,24 +17,24 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 def language_model(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make two full rows, their next tokens as labels, and answers to two prompts."""
-    tokens = generator.integers(3, VOCABULARY, (2, fixture.length))
-    labels = np.concatenate([tokens[:, 1:], np.full((2, 1), IGNORED)], axis=1)
-    prompt = generator.integers(3, VOCABULARY, (2, fixture.prompt))
+    arrays = answers(model, generator, fixture.length, fixture.prompt)
+    return arrays | {"labels": np.concatenate([arrays["tokens"][:, 1:], np.full((2, 1), IGNORED)], axis=1)}
+
+
+def answers(model: Any, generator: np.random.Generator, length: int, prompt_length: int) -> Arrays:
+    """Make two full rows and answers to two prompts."""
+    tokens = generator.integers(3, VOCABULARY, (2, length))
+    prompt = generator.integers(3, VOCABULARY, (2, prompt_length))
     mask = torch.ones(prompt.shape, dtype=torch.long)
     generated = generate(model, torch.from_numpy(prompt), length=NEW_TOKENS, attention_mask=mask)
-    arrays = {"tokens": tokens, "labels": labels, "prompt": prompt, "generated": generated}
-    return arrays | outputs_of(model, arrays)
+    return {"tokens": tokens, "prompt": prompt, "generated": generated} | outputs_of(model, {"tokens": tokens})
 
 
 def long_and_short(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make rows of a language model under the original length, and the same over it."""
     original = fixture.config.rope_parameters["original_max_position_embeddings"]
     short = language_model(fixture, model, generator)
-    tokens = generator.integers(3, VOCABULARY, (2, original + 8))
-    prompt = generator.integers(3, VOCABULARY, (2, original + 2))
-    mask = torch.ones(prompt.shape, dtype=torch.long)
-    generated = generate(model, torch.from_numpy(prompt), length=NEW_TOKENS, attention_mask=mask)
-    long = {"tokens": tokens, "prompt": prompt, "generated": generated} | outputs_of(model, {"tokens": tokens})
+    long = answers(model, generator, original + 8, original + 2)
     if short["tokens"].shape[1] > original or short["generated"].shape[1] > original:
         raise Unsuitable("the short rows are over the original length")
     return short | {f"{name}_long": array for name, array in long.items()}
@@ -50,22 +50,22 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     """Write the rotary part and the dtype of a config as transformers 4 did, and as the hub's older files have them."""
     old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
     old |= {"torch_dtype": config["dtype"], "transformers_version": "4.46.0"}
-    rope = dict(config["rope_parameters"])
-    if "full_attention" in rope:  # a scaling of the global layers only, and in Gemma 3 a base of the local ones
-        local, rope = rope["sliding_attention"], dict(rope["full_attention"])
+    group = dict(config["rope_parameters"])
+    if "full_attention" in group:  # a scaling of the global layers only, and in Gemma 3 a base of the local ones
+        local, group = group["sliding_attention"], dict(group["full_attention"])
         del old["layer_types"]
         if old.pop("_sliding_window_pattern", None):
             old |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 6}
-    theta, fraction = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    theta, fraction = group.pop("rope_theta"), group.pop("partial_rotary_factor", None)
     if config["model_type"] == "gpt_neox":
         return old | {"rotary_emb_base": theta, "rotary_pct": fraction}
     if fraction is not None and fraction != 1:
         old["partial_rotary_factor"] = fraction
-    kind = rope.pop("rope_type")
+    kind = group.pop("rope_type")
     if kind == "longrope":  # Phi-3's files have the original length beside the scaling
-        old["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
-        return old | {"rope_theta": theta, "rope_scaling": {"type": kind, **rope}}
-    return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope}}
+        old["original_max_position_embeddings"] = group.pop("original_max_position_embeddings")
+        return old | {"rope_theta": theta, "rope_scaling": {"type": kind, **group}}
+    return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **group}}
 
 
 def by_interval(config: dict[str, Any]) -> dict[str, Any]:
@@ -84,13 +84,24 @@ def old_cohere2(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rope(group: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """Return a change of some of the rotary settings."""
+    return {"rope_parameters": {**group, **change}}
+
+
+def one_kind(layers: int) -> tuple[dict[str, Any], ...]:
+    """Return the two changes of a model with windows in some layers: in every one, and in none."""
+    return tuple({"layer_types": [kind] * layers} for kind in ("sliding_attention", "full_attention"))
+
+
 _LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, **_NO_ENDS,
+    "tie_word_embeddings": False, "rope_parameters": _ROPE, **_NO_ENDS,
 }  # fmt: skip
+_STARCODER2 = {name: _LLAMA[name] for name in _LLAMA if name not in ("rms_norm_eps", "tie_word_embeddings")}
 _LAYERNORM = {**{name: value for name, value in _LLAMA.items() if name != "rms_norm_eps"}, "layer_norm_eps": 1e-5}
-_COHERE = {**_LAYERNORM, "head_dim": 8, "tie_word_embeddings": True, "logit_scale": 0.5, "rope_parameters": _ROPE}
+_COHERE = {**_LAYERNORM, "head_dim": 8, "tie_word_embeddings": True, "logit_scale": 0.5}
 _GEMMA = {
     **_LLAMA, "hidden_size": 12, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
     "tie_word_embeddings": True, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-6, "intermediate_size": 20,
@@ -131,11 +142,26 @@ _OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 
+
+def causal(
+    name: str,
+    config: Any,
+    settings: dict[str, Any],
+    *,
+    base: dict[str, Any] = _LLAMA,
+    expect: Any = language_model,
+    **more: Any,
+) -> Fixture:
+    """Return the fixture of a language model, whose class is named as its config's is; `settings` go over `base`."""
+    family = config.__name__.removesuffix("Config").removesuffix("Text")
+    return Fixture(name, getattr(tf, f"{family}ForCausalLM"), config(**{**base, **settings}), expect, **more)
+
+
 FIXTURES = (
-    Fixture(
-        "llama", tf.LlamaForCausalLM, tf.LlamaConfig(**_LLAMA, rope_parameters=_ROPE), language_model,
-        gradients=(_UP, "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"), old=old_form,
-        matters=({"rms_norm_eps": 0.1}, {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+    causal(
+        "llama", tf.LlamaConfig, {}, old=old_form,
+        gradients=(_UP, "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"),
+        matters=({"rms_norm_eps": 0.1}, rope(_ROPE, rope_theta=100.0)),
     ),
     Fixture(
         "gpt2", tf.GPT2LMHeadModel,
@@ -144,240 +170,194 @@ FIXTURES = (
         gradients=("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.attn.c_attn.bias"),
         matters=({"activation_function": "gelu"},), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
     ),
-    Fixture(
-        "qwen3", tf.Qwen3ForCausalLM,
-        tf.Qwen3Config(**{**_LLAMA, "head_dim": 8, "rms_norm_eps": 1e-6}, rope_parameters=_ROPE), language_model,
+    causal(
+        "qwen3", tf.Qwen3Config, dict(head_dim=8, rms_norm_eps=1e-6),
         gradients=("model.layers.0.self_attn.q_norm.weight",),
     ),
-    Fixture(
-        "gemma2", tf.Gemma2ForCausalLM,
-        tf.Gemma2Config(**{**_GEMMA, "num_hidden_layers": 4}, rope_parameters=_ROPE, sliding_window=4,
-                        attn_logit_softcapping=2.0, final_logit_softcapping=2.0), language_model,
-        gradients=("model.layers.1.pre_feedforward_layernorm.weight",),
+    causal(
+        "gemma2", tf.Gemma2Config, dict(num_hidden_layers=4, sliding_window=4, attn_logit_softcapping=2.0,
+                                        final_logit_softcapping=2.0),
+        base=_GEMMA, gain=2.0, gradients=("model.layers.1.pre_feedforward_layernorm.weight",),
         matters=({"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"query_pre_attn_scalar": 8},
-                 {"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["full_attention"] * 4},
-                 {"sliding_window": 5}, {"hidden_activation": "gelu"}),
-        gain=2.0, special=_SMALL_EMBEDDING,
+                 *one_kind(4), {"sliding_window": 5}, {"hidden_activation": "gelu"}), special=_SMALL_EMBEDDING,
     ),
-    Fixture(
-        "gemma3_text", tf.Gemma3ForCausalLM,
-        tf.Gemma3TextConfig(**{**_GEMMA, "num_hidden_layers": 7}, rope_parameters=_GEMMA3_ROPE, sliding_window=4),
-        language_model, gradients=("model.layers.5.self_attn.k_norm.weight",), old=old_form,
-        matters=({"rope_parameters": {**_GEMMA3_ROPE, "full_attention": _GEMMA3_ROPE["sliding_attention"]}},
+    causal(
+        "gemma3_text", tf.Gemma3TextConfig, dict(num_hidden_layers=7, rope_parameters=_GEMMA3_ROPE, sliding_window=4),
+        base=_GEMMA, old=old_form, gradients=("model.layers.5.self_attn.k_norm.weight",),
+        matters=(rope(_GEMMA3_ROPE, full_attention=_GEMMA3_ROPE["sliding_attention"]),
                  {"layer_types": ["sliding_attention"] * 7}, {"sliding_window": 5}, {"query_pre_attn_scalar": 8}),
         special=_SMALL_EMBEDDING,
     ),
-    Fixture(
-        "llama31", tf.LlamaForCausalLM, tf.LlamaConfig(**_LLAMA, head_dim=8, rope_parameters=_LLAMA31), language_model,
-        length=40, old=old_form,
-        matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-                 {"rope_parameters": {**_LLAMA31, "factor": 4.0}},
-                 {"rope_parameters": {**_LLAMA31, "high_freq_factor": 2.0}}),
+    causal(
+        "llama31", tf.LlamaConfig, dict(head_dim=8, rope_parameters=_LLAMA31), length=40, old=old_form,
+        matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, rope(_LLAMA31, factor=4.0),
+                 rope(_LLAMA31, high_freq_factor=2.0)),
     ),
-    Fixture(
-        "smollm2", tf.LlamaForCausalLM,
-        tf.LlamaConfig(**{**_LLAMA, "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1,
-                          "tie_word_embeddings": True}, rope_parameters={**_ROPE, "rope_theta": 100000.0}),
-        language_model, gradients=("model.embed_tokens.weight",),
+    causal(
+        "smollm2", tf.LlamaConfig, dict(hidden_size=12, num_attention_heads=3, num_key_value_heads=1,
+                                        tie_word_embeddings=True, rope_parameters={**_ROPE, "rope_theta": 100000.0}),
+        gradients=("model.embed_tokens.weight",),
     ),
-    Fixture(
-        "mistral", tf.MistralForCausalLM,
-        tf.MistralConfig(**_LLAMA, head_dim=4, sliding_window=5, rope_parameters=_ROPE), language_model,
+    causal(
+        "mistral", tf.MistralConfig, dict(head_dim=4, sliding_window=5),
         matters=({"sliding_window": None}, {"sliding_window": 6}),
     ),
-    Fixture(
-        "mixtral", tf.MixtralForCausalLM,
-        tf.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_ROPE), language_model,
+    causal(
+        "mixtral", tf.MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2),
         gradients=("model.layers.0.block_sparse_moe.gate.weight",
                    "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
         matters=({"num_experts_per_tok": 1},),
     ),
-    Fixture(
-        "qwen2", tf.Qwen2ForCausalLM,
-        tf.Qwen2Config(**{**_LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}, rope_parameters=_ROPE),
-        language_model, gradients=("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.v_proj.bias"),
+    causal(
+        "qwen2", tf.Qwen2Config, dict(tie_word_embeddings=True, rms_norm_eps=1e-6),
+        gradients=("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.v_proj.bias"),
     ),
-    Fixture(
-        "qwen2_window", tf.Qwen2ForCausalLM,
-        tf.Qwen2Config(**{**_LLAMA, "num_hidden_layers": 3}, rope_parameters=_ROPE, use_sliding_window=True,
-                       sliding_window=5, max_window_layers=1), language_model,
-        matters=({"layer_types": ["sliding_attention"] * 3}, {"layer_types": ["full_attention"] * 3}),
+    causal(
+        "qwen2_window", tf.Qwen2Config, dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=5,
+                                             max_window_layers=1),
+        matters=one_kind(3),
     ),
-    Fixture(
-        "qwen2_yarn", tf.Qwen2ForCausalLM,
-        tf.Qwen2Config(**{**_LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 128},
-                       rope_parameters=_YARN),
-        language_model, length=40, old=old_form,
-        matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
-                 {"rope_parameters": {**_YARN, "attention_factor": 1.0}},
-                 {"rope_parameters": {**_YARN, "original_max_position_embeddings": 64}},
-                 {"rope_parameters": {**_YARN, "beta_fast": 32.0}}),
+    causal(
+        "qwen2_yarn", tf.Qwen2Config, dict(num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=128,
+                                           rope_parameters=_YARN),
+        length=40, old=old_form,
+        matters=({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}, rope(_YARN, attention_factor=1.0),
+                 rope(_YARN, original_max_position_embeddings=64), rope(_YARN, beta_fast=32.0)),
     ),
-    Fixture(
-        "qwen3_moe", tf.Qwen3MoeForCausalLM,
-        tf.Qwen3MoeConfig(**_LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
-                          decoder_sparse_step=1, norm_topk_prob=True, rope_parameters=_ROPE), language_model,
+    causal(
+        "qwen3_moe", tf.Qwen3MoeConfig, dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
+                                             decoder_sparse_step=1, norm_topk_prob=True),
         gradients=("model.layers.1.mlp.experts.3.down_proj.weight",),
         matters=({"norm_topk_prob": False}, {"num_experts_per_tok": 1}),
     ),
-    Fixture(
-        "phi3", tf.Phi3ForCausalLM, tf.Phi3Config(**_LLAMA, rope_parameters={**_ROPE, "partial_rotary_factor": 1.0}),
-        language_model, gradients=("model.layers.0.self_attn.qkv_proj.weight",),
+    causal(
+        "phi3", tf.Phi3Config, dict(rope_parameters={**_ROPE, "partial_rotary_factor": 1.0}),
+        gradients=("model.layers.0.self_attn.qkv_proj.weight",),
     ),
-    Fixture(
-        "phi3_longrope", tf.Phi3ForCausalLM,
-        tf.Phi3Config(**_LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 1}, rope_parameters=_LONGROPE,
-                      original_max_position_embeddings=16), long_and_short, old=old_form,
-        matters=({"rope_parameters": {**_LONGROPE, "short_factor": [1.0] * 3}},
-                 {"rope_parameters": {**_LONGROPE, "partial_rotary_factor": 1.0, "short_factor": [1.0, 1.3, 1.7, 2.0],
-                                      "long_factor": [1.5, 3.0, 5.0, 6.0]}},
-                 {"rope_parameters": {**_LONGROPE, "attention_factor": 1.0}}),
+    causal(
+        "phi3_longrope", tf.Phi3Config, dict(num_attention_heads=2, num_key_value_heads=1, rope_parameters=_LONGROPE,
+                                             original_max_position_embeddings=16),
+        expect=long_and_short, old=old_form,
+        matters=(rope(_LONGROPE, short_factor=[1.0] * 3),
+                 rope(_LONGROPE, partial_rotary_factor=1.0, short_factor=[1.0, 1.3, 1.7, 2.0],
+                      long_factor=[1.5, 3.0, 5.0, 6.0]),
+                 rope(_LONGROPE, attention_factor=1.0)),
     ),
-    Fixture(
-        "gpt_neox", tf.GPTNeoXForCausalLM,
-        tf.GPTNeoXConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=64, rope_parameters={**_ROPE, "partial_rotary_factor": 0.5}, bos_token_id=1,
-            eos_token_id=2,
-        ), language_model, gradients=("gpt_neox.layers.0.attention.query_key_value.weight",), old=old_form,
-        matters=({"use_parallel_residual": False}, {"hidden_act": "gelu_new"},
-                 {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}}),
+    causal(
+        "gpt_neox", tf.GPTNeoXConfig, dict(intermediate_size=32, pad_token_id=None, rope_parameters=_PARTIAL),
+        base=_PLAIN, old=old_form, gradients=("gpt_neox.layers.0.attention.query_key_value.weight",),
+        matters=({"use_parallel_residual": False}, {"hidden_act": "gelu_new"}, rope(_ROPE, partial_rotary_factor=1.0)),
         special=near_the_dip("dense_h_to_4h", "dense_4h_to_h"),
     ),
-    Fixture(
-        "starcoder2", tf.Starcoder2ForCausalLM,
-        tf.Starcoder2Config(
-            **{name: value for name, value in _LLAMA.items() if name not in ("rms_norm_eps", "tie_word_embeddings")},
-            sliding_window=5, rope_parameters=_ROPE, residual_dropout=0.0, embedding_dropout=0.0,
-        ), language_model, gradients=("model.layers.0.mlp.c_fc.weight",),
+    causal(
+        "starcoder2", tf.Starcoder2Config, dict(sliding_window=5, residual_dropout=0.0, embedding_dropout=0.0),
+        base=_STARCODER2, gradients=("model.layers.0.mlp.c_fc.weight",),
         matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
     ),
-    Fixture(
-        "phi", tf.PhiForCausalLM,
-        tf.PhiConfig(**_PLAIN, intermediate_size=24, num_key_value_heads=1, rope_parameters=_PHI_ROPE),
-        language_model, gradients=("lm_head.bias", "model.layers.0.self_attn.dense.weight"), old=old_form,
-        matters=({"hidden_act": "gelu"}, {"layer_norm_eps": 0.1},
-                 {"rope_parameters": {**_PHI_ROPE, "partial_rotary_factor": 0.5}},
-                 {"rope_parameters": {**_PHI_ROPE, "rope_theta": 100.0}}),
-        special=near_the_dip("mlp.fc1", "mlp.fc2"),
+    causal(
+        "phi", tf.PhiConfig, dict(intermediate_size=24, num_key_value_heads=1, rope_parameters=_PHI_ROPE), base=_PLAIN,
+        old=old_form, gradients=("lm_head.bias", "model.layers.0.self_attn.dense.weight"),
+        matters=({"hidden_act": "gelu"}, {"layer_norm_eps": 0.1}, rope(_PHI_ROPE, partial_rotary_factor=0.5),
+                 rope(_PHI_ROPE, rope_theta=100.0)), special=near_the_dip("mlp.fc1", "mlp.fc2"),
     ),
-    Fixture(
-        "gptj", tf.GPTJForCausalLM,
-        tf.GPTJConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, n_inner=24, rotary_dim=6,
-                      layer_norm_epsilon=1e-5, **_NO_ENDS),
-        language_model, gradients=("lm_head.bias", "transformer.h.1.attn.k_proj.weight"),
+    causal(
+        "gptj", tf.GPTJConfig, dict(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, n_inner=24,
+                                    rotary_dim=6, layer_norm_epsilon=1e-5),
+        base=_NO_ENDS, gradients=("lm_head.bias", "transformer.h.1.attn.k_proj.weight"),
         matters=({"activation_function": "gelu"}, {"rotary_dim": 4}, {"layer_norm_epsilon": 0.1}),
         special=near_the_dip("mlp.fc_in", "mlp.fc_out"),
     ),
-    Fixture(
-        "opt", tf.OPTForCausalLM, tf.OPTConfig(**_PLAIN, ffn_dim=24), language_model,
+    causal(
+        "opt", tf.OPTConfig, dict(ffn_dim=24), base=_PLAIN,
         gradients=("model.decoder.embed_positions.weight", "model.decoder.layers.0.fc1.bias"),
-        matters=({"activation_function": "gelu"}, {"do_layer_norm_before": False}),
-        special=_SMALL_EMBEDDING,
+        matters=({"activation_function": "gelu"}, {"do_layer_norm_before": False}), special=_SMALL_EMBEDDING,
     ),
-    Fixture(
-        "falcon", tf.FalconForCausalLM, tf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True),
-        language_model, gradients=("transformer.h.0.self_attention.query_key_value.weight",), old=old_form,
-        matters=({"activation": "gelu_pytorch_tanh"}, {"rope_parameters": {**_ROPE, "rope_theta": 100.0}},
-                 {"layer_norm_epsilon": 0.1}),
+    causal(
+        "falcon", tf.FalconConfig, dict(num_kv_heads=2, new_decoder_architecture=True), base=_FALCON, old=old_form,
+        gradients=("transformer.h.0.self_attention.query_key_value.weight",),
+        matters=({"activation": "gelu_pytorch_tanh"}, rope(_ROPE, rope_theta=100.0), {"layer_norm_epsilon": 0.1}),
         special=_FALCON_WEIGHTS,
     ),
-    Fixture(
-        "falcon_7b", tf.FalconForCausalLM, tf.FalconConfig(**_FALCON), language_model,
+    causal(
+        "falcon_7b", tf.FalconConfig, {}, base=_FALCON,
         gradients=("transformer.h.0.self_attention.query_key_value.weight",),
         special={"word_embeddings.weight": (0.0, 0.3)},
     ),
-    Fixture(
-        "olmo2", tf.Olmo2ForCausalLM, tf.Olmo2Config(**_LLAMA, head_dim=8, attention_bias=True, rope_parameters=_ROPE),
-        language_model, old=old_form,
+    causal(
+        "olmo2", tf.Olmo2Config, dict(head_dim=8, attention_bias=True), old=old_form,
         gradients=("model.layers.0.self_attn.k_norm.weight", "model.layers.1.post_attention_layernorm.weight",
                    "model.layers.1.self_attn.o_proj.bias"),
-        matters=({"attention_bias": False}, {"rms_norm_eps": 0.1},
-                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+        matters=({"attention_bias": False}, {"rms_norm_eps": 0.1}, rope(_ROPE, rope_theta=100.0)),
     ),
-    Fixture(
-        "olmo3", tf.Olmo3ForCausalLM,
-        tf.Olmo3Config(**{**_LLAMA, "num_hidden_layers": 4, "max_position_embeddings": 128}, head_dim=8,
-                       sliding_window=5, rope_parameters=_OLMO3_ROPE),
-        language_model, length=40, old=old_form, gradients=("model.layers.3.self_attn.q_norm.weight",),
-        matters=({"rope_parameters": {**_OLMO3_ROPE, "full_attention": _OLMO3_ROPE["sliding_attention"]}},
-                 {"rope_parameters": {**_OLMO3_ROPE, "sliding_attention": _OLMO3_ROPE["full_attention"]}},
-                 {"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["full_attention"] * 4},
+    causal(
+        "olmo3", tf.Olmo3Config, dict(num_hidden_layers=4, max_position_embeddings=128, head_dim=8, sliding_window=5,
+                                      rope_parameters=_OLMO3_ROPE),
+        length=40, old=old_form, gradients=("model.layers.3.self_attn.q_norm.weight",),
+        matters=(rope(_OLMO3_ROPE, full_attention=_OLMO3_ROPE["sliding_attention"]),
+                 rope(_OLMO3_ROPE, sliding_attention=_OLMO3_ROPE["full_attention"]), *one_kind(4),
                  {"sliding_window": 6}),
     ),
-    Fixture(
-        "granite", tf.GraniteForCausalLM,
-        tf.GraniteConfig(**_LLAMA | {"tie_word_embeddings": True}, head_dim=8, attention_bias=True,
-                         embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
-                         logits_scaling=5.0, rope_parameters=_ROPE),
-        language_model, old=old_form, special={"embed_tokens.weight": (0.0, 0.3)},
+    causal(
+        "granite", tf.GraniteConfig, dict(tie_word_embeddings=True, head_dim=8, attention_bias=True,
+                                          embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
+                                          logits_scaling=5.0),
+        old=old_form,
         gradients=("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight",
                    "model.layers.1.self_attn.o_proj.bias"),
         matters=({"embedding_multiplier": 1.0}, {"attention_multiplier": 8**-0.5}, {"residual_multiplier": 1.0},
-                 {"logits_scaling": 1.0}, {"attention_bias": False}),
+                 {"logits_scaling": 1.0}, {"attention_bias": False}), special=_SMALL_EMBEDDING,
     ),
-    Fixture(
-        "smollm3", tf.SmolLM3ForCausalLM,
-        tf.SmolLM3Config(**{**_LLAMA, "num_hidden_layers": 4}, head_dim=8, mlp_bias=True, no_rope_layer_interval=3,
-                         use_sliding_window=True, sliding_window=5, rope_parameters=_ROPE),
-        language_model, old=by_interval,
-        gradients=("model.layers.2.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.bias"),
+    causal(
+        "smollm3", tf.SmolLM3Config, dict(num_hidden_layers=4, head_dim=8, mlp_bias=True, no_rope_layer_interval=3,
+                                          use_sliding_window=True, sliding_window=5),
+        old=by_interval, gradients=("model.layers.2.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.bias"),
         matters=({"no_rope_layers": [1] * 4}, {"no_rope_layers": [0] * 4}, {"no_rope_layers": [1, 0, 1, 1]},
                  {"layer_types": ["full_attention"] * 4}, {"sliding_window": 6}, {"mlp_bias": False}),
     ),
-    Fixture(
-        "stablelm", tf.StableLmForCausalLM,
-        tf.StableLmConfig(**_LAYERNORM | {"num_attention_heads": 2}, rope_parameters=_PARTIAL, use_qkv_bias=True),
-        language_model, old=old_form,
+    causal(
+        "stablelm", tf.StableLmConfig, dict(num_attention_heads=2, rope_parameters=_PARTIAL, use_qkv_bias=True),
+        base=_LAYERNORM, old=old_form,
         gradients=("model.layers.0.input_layernorm.bias", "model.norm.bias", "model.layers.1.self_attn.k_proj.bias"),
-        matters=({"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}, {"use_parallel_residual": True},
-                 {"use_qkv_bias": False}, {"layer_norm_eps": 0.1},
-                 {"rope_parameters": {**_PARTIAL, "rope_theta": 100.0}}),
+        matters=(rope(_PARTIAL, partial_rotary_factor=1.0), {"use_parallel_residual": True}, {"use_qkv_bias": False},
+                 {"layer_norm_eps": 0.1}, rope(_PARTIAL, rope_theta=100.0)),
     ),
-    Fixture(
-        "stablelm_parallel", tf.StableLmForCausalLM,
-        tf.StableLmConfig(**_LAYERNORM, rope_parameters=_PARTIAL, qk_layernorm=True, use_parallel_residual=True),
-        language_model, old=old_form,
+    causal(
+        "stablelm_parallel", tf.StableLmConfig, dict(rope_parameters=_PARTIAL, qk_layernorm=True,
+                                                     use_parallel_residual=True),
+        base=_LAYERNORM, old=old_form,
         gradients=("model.layers.0.self_attn.q_layernorm.norms.3.weight",
                    "model.layers.1.self_attn.k_layernorm.norms.0.weight", "model.layers.0.input_layernorm.weight"),
-        matters=({"qk_layernorm": False}, {"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}),
+        matters=({"qk_layernorm": False}, rope(_PARTIAL, partial_rotary_factor=1.0)),
     ),
-    Fixture(
-        "cohere", tf.CohereForCausalLM, tf.CohereConfig(**_COHERE, use_qk_norm=True, attention_bias=True),
-        language_model, old=old_form, special=_SMALL_EMBEDDING,
+    causal(
+        "cohere", tf.CohereConfig, dict(use_qk_norm=True, attention_bias=True), base=_COHERE, old=old_form,
         gradients=("model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.q_norm.weight",
                    "model.layers.0.self_attn.o_proj.bias"),
         matters=({"use_qk_norm": False}, {"attention_bias": False}, {"logit_scale": 0.0625}, {"layer_norm_eps": 0.1},
-                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+                 rope(_ROPE, rope_theta=100.0)), special=_SMALL_EMBEDDING,
     ),
-    Fixture(
-        "cohere2", tf.Cohere2ForCausalLM,
-        tf.Cohere2Config(**{**_COHERE, "num_hidden_layers": 5}, sliding_window=4), language_model, old=old_cohere2,
+    causal(
+        "cohere2", tf.Cohere2Config, dict(num_hidden_layers=5, sliding_window=4), base=_COHERE, old=old_cohere2,
         gradients=("model.layers.3.self_attn.k_proj.weight", "model.layers.4.self_attn.q_proj.weight"),
-        matters=({"layer_types": ["sliding_attention"] * 5}, {"layer_types": ["full_attention"] * 5},
-                 {"sliding_window": 5}, {"logit_scale": 0.0625}, {"layer_norm_eps": 0.1},
-                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
-        special=_SMALL_EMBEDDING,
+        matters=(*one_kind(5), {"sliding_window": 5}, {"logit_scale": 0.0625}, {"layer_norm_eps": 0.1},
+                 rope(_ROPE, rope_theta=100.0)), special=_SMALL_EMBEDDING,
     ),
-    Fixture(
-        "glm4", tf.Glm4ForCausalLM,
-        tf.Glm4Config(**_LLAMA, head_dim=8, attention_bias=True, rope_parameters=_PARTIAL),
-        language_model, old=old_form,
+    causal(
+        "glm4", tf.Glm4Config, dict(head_dim=8, attention_bias=True, rope_parameters=_PARTIAL), old=old_form,
         gradients=("model.layers.0.mlp.gate_up_proj.weight", "model.layers.1.post_mlp_layernorm.weight",
                    "model.layers.1.self_attn.k_proj.bias"),
-        matters=({"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}, {"attention_bias": False},
-                 {"rms_norm_eps": 0.1}, {"rope_parameters": {**_PARTIAL, "rope_theta": 100.0}}),
+        matters=(rope(_PARTIAL, partial_rotary_factor=1.0), {"attention_bias": False}, {"rms_norm_eps": 0.1},
+                 rope(_PARTIAL, rope_theta=100.0)),
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,
-        tf.LlamaConfig(**_LLAMA, num_labels=3, rope_parameters=_ROPE), labelled,
+        tf.LlamaConfig(**_LLAMA, num_labels=3), labelled,
         gradients=("score.weight", _UP),
     ),
-    Fixture(
-        "gpt_oss", tf.GptOssForCausalLM,
-        tf.GptOssConfig(**_LLAMA, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
-                        rope_parameters={**_YARN, "truncate": False}),
-        language_model, gradients=("model.layers.0.self_attn.sinks", "model.layers.1.mlp.experts.gate_up_proj_bias"),
+    causal(
+        "gpt_oss", tf.GptOssConfig, dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
+                                         rope_parameters={**_YARN, "truncate": False}),
+        gradients=("model.layers.0.self_attn.sinks", "model.layers.1.mlp.experts.gate_up_proj_bias"),
         matters=({"num_experts_per_tok": 1}, {"sliding_window": 5}, {"layer_types": ["sliding_attention"] * 2}),
     ),
 )  # fmt: skip

@@ -28,33 +28,28 @@ def base(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays
 
 def masked(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make the logits of a masked language model, where every third token is a label."""
-    arrays = inputs(fixture, generator)
-    labels = np.where(
-        np.arange(fixture.length) % 3 == 1, generator.integers(4, VOCABULARY, (2, fixture.length)), IGNORED
-    )
-    arrays["labels"] = np.where(arrays["attention_mask"] == 1, labels, IGNORED)
-    return arrays | outputs_of(model, arrays)
+    arrays = base(fixture, model, generator)
+    labels = generator.integers(4, VOCABULARY, (2, fixture.length))
+    is_label = (np.arange(fixture.length) % 3 == 1) & (arrays["attention_mask"] == 1)
+    return arrays | {"labels": np.where(is_label, labels, IGNORED)}
 
 
 def of_tokens(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make the logits of a model with 3 labels per token."""
-    arrays = inputs(fixture, generator)
+    arrays = base(fixture, model, generator)
     labels = generator.integers(0, 3, (2, fixture.length))
-    arrays["labels"] = np.where(arrays["attention_mask"] == 1, labels, IGNORED)
-    return arrays | outputs_of(model, arrays)
+    return arrays | {"labels": np.where(arrays["attention_mask"] == 1, labels, IGNORED)}
 
 
 def of_sequences(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make the logits of a model with 3 labels per sequence."""
-    arrays = inputs(fixture, generator) | {"labels": generator.integers(0, 3, 2)}
-    return arrays | outputs_of(model, arrays)
+    return base(fixture, model, generator) | {"labels": generator.integers(0, 3, 2)}
 
 
 def of_replaced(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
     """Make the number per token, as logits of one label, of a model that says which tokens were replaced."""
-    arrays = inputs(fixture, generator)
-    logits = outputs_of(model, arrays)["logits"][..., None]
-    return arrays | {"logits": logits, "labels": np.zeros_like(arrays["tokens"])}
+    arrays = base(fixture, model, generator)
+    return arrays | {"logits": arrays["logits"][..., None], "labels": np.zeros_like(arrays["tokens"])}
 
 
 def as_first_published(config: dict[str, Any]) -> dict[str, Any]:
@@ -91,63 +86,75 @@ _LAYERS = {
 _TANH = ({"hidden_act": "gelu_new"},)
 _BERT_DIP = near_the_dip("intermediate.dense", "1.output.dense") | near_the_dip("intermediate.dense", "0.output.dense")
 _DISTILBERT_DIP = near_the_dip("ffn.lin1", "ffn.lin2")
+# What a fixture's name ends in -> what the name of its class ends in, and what is expected.
+_KINDS = {
+    "base": ("Model", base), "mlm": ("ForMaskedLM", masked), "sequence": ("ForSequenceClassification", of_sequences),
+    "token": ("ForTokenClassification", of_tokens), "discriminator": ("ForPreTraining", of_replaced),
+}  # fmt: skip
+
+
+def encoder(name: str, config: Any, **more: Any) -> Fixture:
+    """Return the fixture of an encoder, whose kind of head its name ends in."""
+    suffix, expect = _KINDS[name.rpartition("_")[2]]
+    return Fixture(name, getattr(tf, type(config).__name__.removesuffix("Config") + suffix), config, expect, **more)
+
 
 FIXTURES = (
-    Fixture(
-        "bert_mlm", tf.BertForMaskedLM, tf.BertConfig(**_BERT), masked, special=_BERT_DIP, matters=_TANH,
+    encoder(
+        "bert_mlm", tf.BertConfig(**_BERT),
         gradients=("bert.encoder.layer.0.intermediate.dense.weight", "bert.embeddings.word_embeddings.weight",
                    "cls.predictions.bias", "bert.embeddings.token_type_embeddings.weight"),
+        matters=_TANH, special=_BERT_DIP,
     ),
-    Fixture(
-        "bert_base", tf.BertModel, tf.BertConfig(**_BERT), base, special=_BERT_DIP, matters=_TANH,
+    encoder(
+        "bert_base", tf.BertConfig(**_BERT),
+        matters=_TANH, special=_BERT_DIP,
     ),
-    Fixture(
-        "bert_sequence", tf.BertForSequenceClassification, tf.BertConfig(**_BERT, **_LABELS), of_sequences,
+    encoder(
+        "bert_sequence", tf.BertConfig(**_BERT, **_LABELS),
         gradients=("bert.pooler.dense.weight", "classifier.bias"),
     ),
-    Fixture(
-        "bert_token", tf.BertForTokenClassification, tf.BertConfig(**_BERT, **_LABELS), of_tokens,
+    encoder(
+        "bert_token", tf.BertConfig(**_BERT, **_LABELS),
         gradients=("bert.encoder.layer.1.attention.self.query.weight", "classifier.weight"),
     ),
-    Fixture(
-        "roberta_mlm", tf.RobertaForMaskedLM, tf.RobertaConfig(**_ROBERTA), masked, special=_BERT_DIP, matters=_TANH,
-        gradients=("roberta.embeddings.position_embeddings.weight", "lm_head.bias"),
+    encoder(
+        "roberta_mlm", tf.RobertaConfig(**_ROBERTA),
+        gradients=("roberta.embeddings.position_embeddings.weight", "lm_head.bias"), matters=_TANH, special=_BERT_DIP,
     ),
-    Fixture(
-        "roberta_sequence", tf.RobertaForSequenceClassification, tf.RobertaConfig(**_ROBERTA, **_LABELS), of_sequences,
+    encoder(
+        "roberta_sequence", tf.RobertaConfig(**_ROBERTA, **_LABELS),
         gradients=("classifier.dense.weight",),
     ),
-    Fixture(
-        "distilbert_mlm", tf.DistilBertForMaskedLM, tf.DistilBertConfig(**_DISTILBERT), masked,
+    encoder(
+        "distilbert_mlm", tf.DistilBertConfig(**_DISTILBERT),
         gradients=("distilbert.transformer.layer.0.ffn.lin1.weight", "vocab_projector.bias"),
-        special=_DISTILBERT_DIP, matters=({"activation": "gelu_new"},),
+        matters=({"activation": "gelu_new"},), special=_DISTILBERT_DIP,
     ),
-    Fixture(
-        "distilbert_sequence", tf.DistilBertForSequenceClassification, tf.DistilBertConfig(**_DISTILBERT, **_LABELS),
-        of_sequences, gradients=("pre_classifier.weight",),
+    encoder(
+        "distilbert_sequence", tf.DistilBertConfig(**_DISTILBERT, **_LABELS),
+        gradients=("pre_classifier.weight",),
     ),
-    Fixture(
-        "electra_mlm", tf.ElectraForMaskedLM, tf.ElectraConfig(**_ELECTRA), masked, special=_BERT_DIP,
+    encoder(
+        "electra_mlm", tf.ElectraConfig(**_ELECTRA),
         gradients=("electra.embeddings_project.weight", "electra.embeddings.word_embeddings.weight",
                    "generator_predictions.dense.bias", "generator_lm_head.bias"),
-        matters=(*_TANH, {"layer_norm_eps": 0.1}),
+        matters=(*_TANH, {"layer_norm_eps": 0.1}), special=_BERT_DIP,
     ),
-    Fixture(
-        "electra_sequence", tf.ElectraForSequenceClassification,
-        tf.ElectraConfig(**{**_ELECTRA, "hidden_act": "relu"}, **_LABELS), of_sequences,
+    encoder(
+        "electra_sequence", tf.ElectraConfig(**{**_ELECTRA, "hidden_act": "relu"}, **_LABELS),
         gradients=("classifier.dense.weight", "electra.embeddings_project.bias"),
     ),
-    Fixture(
-        "electra_token", tf.ElectraForTokenClassification,
-        tf.ElectraConfig(**{**_BERT, "embedding_size": 16}, **_LABELS), of_tokens, gradients=("classifier.weight",),
+    encoder(
+        "electra_token", tf.ElectraConfig(**{**_BERT, "embedding_size": 16}, **_LABELS),
+        gradients=("classifier.weight",),
     ),
-    Fixture(
-        "electra_discriminator", tf.ElectraForPreTraining, tf.ElectraConfig(**{**_ELECTRA, "hidden_act": "relu"}),
-        of_replaced, matters=({"hidden_act": "gelu"},),
+    encoder(
+        "electra_discriminator", tf.ElectraConfig(**{**_ELECTRA, "hidden_act": "relu"}),
+        matters=({"hidden_act": "gelu"},),
     ),
-    Fixture(
-        "modernbert_mlm", tf.ModernBertForMaskedLM, tf.ModernBertConfig(**_MODERNBERT, rope_parameters=_THETAS), masked,
-        old=as_first_published,
+    encoder(
+        "modernbert_mlm", tf.ModernBertConfig(**_MODERNBERT, rope_parameters=_THETAS), old=as_first_published,
         gradients=("model.embeddings.norm.weight", "model.layers.1.attn_norm.weight", "model.layers.0.attn.Wqkv.weight",
                    "model.layers.2.mlp.Wi.weight", "decoder.bias"),
         matters=({"hidden_activation": "gelu_new"}, {"local_attention": 8}, {"local_attention": 4},
@@ -155,15 +162,13 @@ FIXTURES = (
                  *({"rope_parameters": {**_THETAS, kind: {"rope_type": "default", "rope_theta": 100.0}}}
                    for kind in _THETAS)),
     ),
-    Fixture(
-        "modernbert_sequence", tf.ModernBertForSequenceClassification,
-        tf.ModernBertConfig(**_MODERNBERT, classifier_pooling="mean", **_LABELS), of_sequences,
+    encoder(
+        "modernbert_sequence", tf.ModernBertConfig(**_MODERNBERT, classifier_pooling="mean", **_LABELS),
         gradients=("head.dense.weight", "head.norm.weight", "classifier.bias"),
         matters=({"classifier_pooling": "cls"}, {"classifier_activation": "relu"}),
     ),
-    Fixture(
-        "modernbert_token", tf.ModernBertForTokenClassification,
-        tf.ModernBertConfig(**_MODERNBERT, **_LABELS, global_attn_every_n_layers=2), of_tokens,
+    encoder(
+        "modernbert_token", tf.ModernBertConfig(**_MODERNBERT, **_LABELS, global_attn_every_n_layers=2),
         gradients=("head.norm.weight", "classifier.weight"), matters=({"layer_types": _LAYERS["thirds"]},),
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ Sources: the config.json published with each model; Devlin et al. 2018 (arXiv 18
 1907.11692), Sanh et al. 2019 (arXiv 1910.01108), Clark et al. 2020 (arXiv 2003.10555).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxtrain.interop.families.family import (
     read_labels,
     read_text_head,
     size,
+    size_keys,
     write_labels,
 )
 from jaxtrain.interop.formats.hub import read_json
@@ -53,6 +54,8 @@ _ELECTRA = _BERT | dict(head=dict(kind="token", num_labels=1, hidden="gelu_exact
 _DISCRIMINATOR = "ElectraForPreTraining"
 # The code that reads DistilBERT has the epsilon written into it; config.json does not say it.
 _DISTIL_FIXED = _FIXED | dict(norm_epsilon=1e-12)
+_DISTIL_NAMES = dict(embed_dim="dim", num_layers="n_layers", num_heads="n_heads", mlp_dim="hidden_dim")
+_ROWS = dict(vocab_size=30522, max_sequence_length=512, tie_embeddings=True)
 _SENTENCE = dict(head=dict(kind="embedding", pooling="mean", normalize=True))
 # "gelu" means the error function here.
 _ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
@@ -66,19 +69,14 @@ _KINDS = {
 }
 
 
-def _keys(vocabulary: int, width: int = 768) -> tuple[Key, ...]:
+def _keys(width: int = 768, **sizes: int) -> tuple[Key, ...]:
     """The keys of BERT, RoBERTa and ELECTRA."""
+    defaults = size(dict(norm_epsilon=1e-12, tie_embeddings=True), 12, width, width // 64, **sizes)
     return (
-        mapped("vocab_size", "vocab_size", vocabulary),
-        mapped("hidden_size", "embed_dim", width),
-        mapped("num_hidden_layers", "num_layers", 12),
-        mapped("num_attention_heads", "num_heads", width // 64),
-        mapped("intermediate_size", "mlp_dim", 4 * width),
+        *size_keys(defaults, dict(norm_epsilon="layer_norm_eps")),
         mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
         mapped("hidden_dropout_prob", "dropout", 0.1),
         Key("type_vocab_size", 2, "token_types", allowed=(1, 2, 3, 4)),
-        mapped("layer_norm_eps", "norm_epsilon", 1e-12),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
         own("classifier_dropout"),
         *ignored("attention_probs_dropout_prob"),
         fixed("position_embedding_type", "absolute"),
@@ -178,6 +176,21 @@ _DISTIL_BLOCK = {
     "attention/output": "attention.out_lin", "attention_norm": "sa_layer_norm", "mlp/up": "ffn.lin1",
     "mlp/down": "ffn.lin2", "mlp_norm": "output_layer_norm",
 }  # fmt: skip
+_NO_POOLER = Skipped(r"pooler\.dense\.(weight|bias)")
+
+
+def _encoder(
+    model: Mapping[str, Any],
+    prefix: str,
+    *pooler: Row,
+    project: Iterable[Row] = (),
+    blocks: str = "encoder.layer.{layer}.",
+) -> tuple[Row, ...]:
+    """The rows of the encoder, whose names have the prefix where the model has a head."""
+    names = _BLOCK if blocks.startswith("encoder") else _DISTIL_BLOCK
+    layers = in_layers(block_rows(model, names, beside=True), blocks, model["num_layers"])
+    rows = (*_embeddings(model), *project, *layers, *pooler)
+    return prefixed(rows, written="" if head_kind(model) == "embedding" else prefix, read=(prefix, ""))
 
 
 def _square(model: Mapping[str, Any], path: str, name: str, outputs: int | None = None) -> list[Entry]:
@@ -190,7 +203,7 @@ def _pooler(model: Mapping[str, Any]) -> list[Entry] | list[Skipped]:
     """The layer over the first token, which is a part of the model without a head."""
     if head_kind(model) in ("sequence", "regression", "embedding") and model["head"]["hidden"]:
         return _square(model, "head/hidden", "pooler.dense")
-    return [Skipped(r"pooler\.dense\.(weight|bias)")]
+    return [_NO_POOLER]
 
 
 def _masked_head(model: Mapping[str, Any], names: tuple[str, ...], repeated_bias: str | None = None) -> list[Row]:
@@ -216,10 +229,8 @@ def label_rows(model: Mapping[str, Any], name: str) -> list[Entry]:
 
 def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     kind = head_kind(model)
-    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
-    encoder = (*_embeddings(model), *blocks, *_pooler(model))
     rows = [
-        *prefixed(encoder, written="" if kind == "embedding" else "bert.", read=("bert.", "")),
+        *_encoder(model, "bert.", *_pooler(model)),
         Skipped(r"cls\.seq_relationship\.(weight|bias)"),
         *label_rows(model, "classifier"),
     ]
@@ -232,10 +243,7 @@ def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     kind = head_kind(model)
-    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
-    pooler = _pooler(model) if kind == "embedding" else [Skipped(r"pooler\.dense\.(weight|bias)")]
-    encoder = (*_embeddings(model), *blocks, *pooler)
-    rows = prefixed(encoder, written="" if kind == "embedding" else "roberta.", read=("roberta.", ""))
+    rows = _encoder(model, "roberta.", *(_pooler(model) if kind == "embedding" else [_NO_POOLER]))
     if kind == "masked_language_model":
         names = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder.weight")
         return (*rows, *_masked_head(model, names, "lm_head.decoder.bias"))
@@ -247,9 +255,7 @@ def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 
 def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     kind = head_kind(model)
-    blocks = in_layers(block_rows(model, _DISTIL_BLOCK, beside=True), "transformer.layer.{layer}.", model["num_layers"])
-    encoder = (*_embeddings(model), *blocks)
-    rows = prefixed(encoder, written="" if kind == "embedding" else "distilbert.", read=("distilbert.", ""))
+    rows = _encoder(model, "distilbert.", blocks="transformer.layer.{layer}.")
     if kind == "masked_language_model":
         names = ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias", "vocab_projector.weight")
         return (*rows, *_masked_head(model, names))
@@ -277,9 +283,7 @@ def _write_electra(model: Mapping[str, Any]) -> dict[str, Any]:
 def _electra_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     kind, D, E = head_kind(model), int(model["embed_dim"]), _table_width(model)
     project = [] if D == E else biased("embedding_projection", "embeddings_project", linear((E,), (D,)), (D,))
-    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
-    encoder = (*_embeddings(model), *project, *blocks)
-    rows = prefixed(encoder, written="" if kind == "embedding" else "electra.", read=("electra.", ""))
+    rows = _encoder(model, "electra.", project=project)
     if kind == "masked_language_model":
         head = "generator_predictions"
         names = (f"{head}.dense", f"{head}.LayerNorm", "generator_lm_head.bias", "generator_lm_head.weight")
@@ -294,7 +298,7 @@ def _electra_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
 BERT = Family(
     name="bert",
     architecture="BertModel",
-    keys=(*_keys(30522), mapped("max_position_embeddings", "max_sequence_length", 512)),
+    keys=_keys(vocab_size=30522, max_sequence_length=512),
     tensors=_bert_tensors,
     fixed=_FIXED,
     read=_read_bert,
@@ -309,7 +313,7 @@ BERT = Family(
 ROBERTA = Family(
     name="roberta",
     architecture="RobertaModel",
-    keys=(*_keys(50265), own("max_position_embeddings", 512), own("pad_token_id", 1)),
+    keys=(*_keys(vocab_size=50265), own("max_position_embeddings", 512), own("pad_token_id", 1)),
     tensors=_roberta_tensors,
     fixed=_FIXED,
     read=_read_roberta,
@@ -320,15 +324,9 @@ DISTILBERT = Family(
     name="distilbert",
     architecture="DistilBertModel",
     keys=(
-        mapped("vocab_size", "vocab_size", 30522),
-        mapped("dim", "embed_dim", 768),
-        mapped("n_layers", "num_layers", 6),
-        mapped("n_heads", "num_heads", 12),
-        mapped("hidden_dim", "mlp_dim", 3072),
+        *size_keys(size(_ROWS, 6, 768, 12), _DISTIL_NAMES),
         mapped("activation", "activation", "gelu", _ACTIVATIONS),
         mapped("dropout", "dropout", 0.1),
-        mapped("max_position_embeddings", "max_sequence_length", 512),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
         own("seq_classif_dropout", 0.2),
         *ignored("attention_dropout", "qa_dropout", "sinusoidal_pos_embds"),
         fixed("tie_weights_", True),
@@ -338,19 +336,14 @@ DISTILBERT = Family(
     fixed=_DISTIL_FIXED,
     read=_read_distilbert,
     write=_write_distilbert,
-    sizes={
-        "distilbert_base": size(_DISTIL_FIXED | _MASKED, 6, 768, 12, vocab_size=30522, max_sequence_length=512),
-    },
+    sizes={"distilbert_base": size(_DISTIL_FIXED | _MASKED | _ROWS, 6, 768, 12)},
 )
-
-
 ELECTRA = Family(
     name="electra",
     architecture="ElectraModel",
     keys=(
-        *_keys(30522, 256),
+        *_keys(256, vocab_size=30522, max_sequence_length=512),
         own("embedding_size", 128),
-        mapped("max_position_embeddings", "max_sequence_length", 512),
         Key("tie_word_embeddings", True, "tie_embeddings", allowed=(True,)),
         *ignored("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, mapped, no_ids, own, rope_keys, size
 from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
-from jaxtrain.interop.formats.rope import read_windows, write_windows
+from jaxtrain.interop.formats.rope import read_windows, whole_every, write_windows
 from jaxtrain.interop.formats.rows import Row, block_rows
 
 _FIXED = dict(position="rotary", rotary_interleaved=True, norm="layernorm", block="parallel_one_norm")
@@ -23,7 +23,7 @@ _LAYERS = dict(local_layers=dict(pattern=(1, 1, 1, 0), window=4096), rope_layers
 _COHERE2 = _LAYERS | dict(logits_scale=0.25, rope_theta=50000.0)
 _DEFAULTS = dict(vocab_size=256000, mlp_dim=22528, max_sequence_length=8192, norm_epsilon=1e-5, tie_embeddings=True)
 _KEYS = (
-    *decoder_keys(size(_DEFAULTS, 40, 8192, 64), epsilon="layer_norm_eps"),
+    *decoder_keys(size(_DEFAULTS, 40, 8192, 64), names=dict(norm_epsilon="layer_norm_eps")),
     mapped("attention_bias", "bias", False, {False: False, True: "attention"}),
     own("logit_scale", 0.0625),
     *ignored("model_max_length"),
@@ -69,18 +69,16 @@ COHERE = Family(
 
 def _read2(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Layers with a window have rotary positions, and the others have none."""
-    group = [*["sliding_attention"] * (int(file["sliding_window_pattern"]) - 1), "full_attention"]
-    layers = int(file["num_hidden_layers"])
-    windows = read_windows(file["layer_types"] or (group * layers)[:layers], file["sliding_window"])
+    types = file["layer_types"] or whole_every(int(file["sliding_window_pattern"]), file)
+    windows = read_windows(types, file["sliding_window"])
     plain = None if windows["sliding_window"] else (0,)
     rotated = windows["local_layers"]["pattern"] if windows["local_layers"] else plain
     return _read(ours, file) | windows | dict(rope_layers=rotated)
 
 
 def _write2(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
     # transformers asks for a window also where no layer has one.
-    return _write(model) | dict(layer_types=types, sliding_window=window or 4096)
+    return _write(model) | write_windows(model, unused=4096)
 
 
 COHERE2 = Family(

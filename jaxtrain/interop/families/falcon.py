@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, checked, fixed, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, checked, fixed, gelu_key, ignored, own, rope_keys, size, size_keys
 from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims, in_layers, interleaved, output_row
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=False, norm_bias=True)
 _ROWS = dict(vocab_size=65024, max_sequence_length=2048, tie_embeddings=True)
 _COMMON = _FIXED | _ROWS | dict(rope_theta=10000.0, norm_epsilon=1e-5, activation="gelu_exact", block="parallel")
 _LINEAR = {"attention/output": "self_attention.dense", "mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h"}
+_KEYS = dict(mlp_dim="ffn_hidden_size", norm_epsilon="layer_norm_epsilon")
 _NEW, _NORMS = "new_decoder_architecture", "num_ln_in_parallel_attn"
 
 
@@ -36,12 +37,8 @@ FAMILY = Family(
     name="falcon",
     architecture="FalconForCausalLM",
     keys=(
-        *(mapped("vocab_size", "vocab_size", 65024), mapped("hidden_size", "embed_dim", 4544)),
-        *(mapped("num_hidden_layers", "num_layers", 32), mapped("num_attention_heads", "num_heads", 71)),
-        mapped("ffn_hidden_size", "mlp_dim", lambda file: 4 * int(file["hidden_size"])),
-        mapped("max_position_embeddings", "max_sequence_length", 2048),
-        *(mapped("layer_norm_epsilon", "norm_epsilon", 1e-5), mapped("activation", "activation", "gelu", GELUS)),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
+        *size_keys(size(_COMMON, 32, 4544, 71, mlp_dim=lambda file: 4 * int(file["hidden_size"])), _KEYS),
+        gelu_key("activation", "gelu"),
         *(own("num_kv_heads", lambda file: file["num_attention_heads"]), own(_NEW, False), own("multi_query", True)),
         checked(_NORMS, lambda file: 1 + file[_NEW], lambda file: (1, 2)[: 1 + file[_NEW]]),
         *(*rope_keys(10000.0), fixed("parallel_attn", True), fixed("alibi", False), fixed("bias", False)),

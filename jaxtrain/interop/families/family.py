@@ -14,7 +14,7 @@ out. A function as a default gets the file's values read so far, and answers for
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.errors import ConfigError
@@ -69,6 +69,11 @@ def fixed(name: str, *values: Any) -> Key:
     return Key(name, values[0], allowed=values)
 
 
+def gelu_key(name: str, default: str, tanh: str = "gelu_pytorch_tanh") -> Key:
+    """Returns the key of the activation of an MLP without a gate; `tanh` is what is written for the approximation."""
+    return mapped(name, "activation", default, {tanh: "gelu"} | _GELUS)
+
+
 def checked(name: str, default: Any, allowed: Callable[[Config], tuple[Any, ...]]) -> Key:
     """Returns an `own` key whose values follow from those read before it."""
     return Key(name, default, allowed=allowed)
@@ -105,14 +110,16 @@ _EVERYWHERE = (
 )  # fmt: skip
 # What the families after Llama share.
 GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-GELUS = {name: "gelu" for name in GELU_TANH} | {"gelu": "gelu_exact", "relu": "relu"}
+_GELUS = {name: "gelu" for name in GELU_TANH} | {"gelu": "gelu_exact", "relu": "relu"}
 HEAD_KEYS = (own("architectures"), own("id2label"), own("num_labels", None, "_num_labels"), own("problem_type"))
-_DECODER = {
-    "vocab_size": "vocab_size", "hidden_size": "embed_dim", "intermediate_size": "mlp_dim",
-    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim", "max_position_embeddings": "max_sequence_length", "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tie_embeddings",
+# Our key -> theirs.
+_SIZES = {
+    "vocab_size": "vocab_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "max_sequence_length": "max_position_embeddings", "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings", "sliding_window": "sliding_window",
 }  # fmt: skip
+_LLAMA_NAMES: Mapping[str, str] = {}
 
 
 def split_width(file: Config) -> int:
@@ -123,12 +130,23 @@ def split_width(file: Config) -> int:
 _SILU = mapped("hidden_act", "activation", "silu", {"silu": "swiglu", "swish": "swiglu"})
 
 
+def size_keys(defaults: Config, names: Mapping[str, str] = _LLAMA_NAMES) -> tuple[Key, ...]:
+    """Returns the keys of the sizes among `defaults`.
+
+    Args:
+        defaults: The family's defaults, by our names.
+        names: Our key -> theirs, where it is not Llama's.
+    """
+    return tuple(
+        mapped(names.get(ours, name), ours, defaults[ours]) for ours, name in _SIZES.items() if ours in defaults
+    )
+
+
 def decoder_keys(
     defaults: Config,
     *,
     activation: Key = _SILU,
-    mlp: str = "intermediate_size",
-    epsilon: str = "rms_norm_eps",
+    names: Mapping[str, str] = _LLAMA_NAMES,
     write_head_dim: bool = True,
 ) -> tuple[Key, ...]:
     """Returns the keys that decoders share.
@@ -137,23 +155,26 @@ def decoder_keys(
         defaults: The family's defaults, by our names; as many heads of keys as of queries, `split_width`, an epsilon of
             1e-6 and an output layer of its own are there unless said otherwise.
         activation: The key of the activation.
-        mlp: The key of the MLP's width.
-        epsilon: The key of the norms' epsilon.
+        names: Our key -> theirs, where it is not Llama's.
         write_head_dim: False: transformers divides the width by the heads, and knows no key for the usual head_dim.
     """
     usual = dict(num_kv_heads=lambda file: int(file["num_attention_heads"]), head_dim=split_width)
-    defaults = usual | dict(norm_epsilon=1e-6, tie_embeddings=False) | {**defaults}
-    names = {"mlp_dim": mlp, "norm_epsilon": epsilon}
-    keys = []
-    for name, ours in _DECODER.items():
-        written = write_head_dim or ours != "head_dim"
-        keys.append(mapped(names.get(ours, name), ours, defaults[ours], write_default=written))
+    usual |= dict(norm_epsilon=1e-6, tie_embeddings=False)
+    keys = size_keys(usual | {**defaults}, names)
+    keys = (replace(key, write_default=write_head_dim or key.to != "head_dim") for key in keys)
     return (*keys, activation, fixed("attention_dropout", 0.0, 0))
 
 
-def rope_keys(theta: float, *others: str) -> tuple[Key, ...]:
-    """Returns the rotary keys; `theta` is the default of rope_theta, and `others` are further names of that key."""
-    return (own("rope_theta", theta, *others), own("rope_scaling"), own("rope_parameters"))
+def rope_keys(theta: float, *others: str, fraction: float | None = None) -> tuple[Key, ...]:
+    """Returns the rotary keys.
+
+    Args:
+        theta: The default of rope_theta.
+        others: Further names of that key.
+        fraction: The default of partial_rotary_factor; None: the family has no such key.
+    """
+    part = [] if fraction is None else [mapped("partial_rotary_factor", "rotary_fraction", fraction)]
+    return (own("rope_theta", theta, *others), own("rope_scaling"), own("rope_parameters"), *part)
 
 
 def size(common: Config, layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxtrain.interop.families.family import (
     size,
 )
 from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
-from jaxtrain.interop.formats.rope import read_ropes, read_windows, write_ropes, write_windows
+from jaxtrain.interop.formats.rope import read_ropes, read_windows, whole_every, write_ropes, write_windows
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, block_rows
 
 _BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
@@ -30,19 +30,18 @@ _GEMMA2 = _COMMON | dict(
     vocab_size=256000, max_sequence_length=8192, rope_theta=10000.0, attention_softcap=50.0, logits_softcap=30.0,
     local_layers=dict(pattern=(1, 0), window=4096),
 )  # fmt: skip
-_GEMMA3 = _COMMON | dict(vocab_size=262208, max_sequence_length=131072, rope_theta=1e6, qk_norm=True)
-_SMALL = dict(vocab_size=262144, max_sequence_length=32768)
-_LINEAR8 = dict(rope_scaling=dict(kind="linear", factor=8.0))
-# transformers asks for a window also where no layer has one.
-_WINDOW = 4096
+_LOCAL = dict(pattern=(1, 1, 1, 1, 1, 0), window=1024, rope_theta=10000.0)
+_GEMMA3 = _COMMON | dict(
+    vocab_size=262208, max_sequence_length=131072, rope_theta=1e6, qk_norm=True, local_layers=_LOCAL,
+    rope_scaling=dict(kind="linear", factor=8.0),
+)  # fmt: skip
+_SMALL3 = {name: value for name, value in _GEMMA3.items() if name != "rope_scaling"} | dict(
+    vocab_size=262144, max_sequence_length=32768, local_layers=_LOCAL | dict(window=512),
+)  # fmt: skip
 
 
 def _sized(common: Mapping[str, Any], layers: int, width: int, heads: int, **more: object) -> dict[str, Any]:
     return size(common, layers, width, heads, embedding_scale=math.sqrt(width)) | more
-
-
-def _local(window: int) -> dict[str, Any]:
-    return dict(local_layers=dict(pattern=(1, 1, 1, 1, 1, 0), window=window, rope_theta=10000.0))
 
 
 _ACTIVATION = mapped("hidden_activation", "activation", "gelu_pytorch_tanh", {name: "geglu" for name in GELU_TANH})
@@ -55,35 +54,29 @@ def _keys(vocabulary: int, length: int) -> tuple[Key, ...]:
         *decoder_keys(sizes | dict(vocab_size=vocabulary, max_sequence_length=length), activation=_ACTIVATION),
         *ignored("hidden_act"),  # hidden_activation takes its place
         own("query_pre_attn_scalar", 256),
-        own("sliding_window", _WINDOW),
+        own("sliding_window", 4096),
         own("layer_types"),
         fixed("attention_bias", False),
         fixed("use_bidirectional_attention", None, False),
     )
 
 
-def _read_common(file: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """Returns scales and windows; where the file names no types, each `every`-th layer has no window."""
-    layers, scalar = int(file["num_hidden_layers"]), float(file["query_pre_attn_scalar"])
-    types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+def _read(file: Mapping[str, Any], period: int) -> dict[str, Any]:
+    """Returns scales and windows; where the file names no types, each `period`-th layer has no window."""
+    scalar = float(file["query_pre_attn_scalar"])
     return dict(
         attention_scale=None if scalar == file["head_dim"] else scalar**-0.5,
         embedding_scale=math.sqrt(file["hidden_size"]),
-        **read_windows(file["layer_types"] or types, file["sliding_window"]),
+        **read_windows(file["layer_types"] or whole_every(period, file), file["sliding_window"]),
     )
 
 
-def _read2(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return _read_common(file, 2)
-
-
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
     scale = model["attention_scale"]
     scalar = int(model["head_dim"]) if scale is None else scale**-2
     scalar = round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-9) else scalar
-    window = _WINDOW if window is None else window
-    return dict(query_pre_attn_scalar=scalar, layer_types=types, sliding_window=window)
+    # transformers asks for a window also where no layer has one.
+    return dict(query_pre_attn_scalar=scalar) | write_windows(model, unused=4096)
 
 
 # Llama's name for the norm of the MLP's input is that of attention's output here.
@@ -109,7 +102,7 @@ GEMMA2 = Family(
     tensors=_tensors,
     fixed=_BLOCK,
     rotary=True,
-    read=_read2,
+    read=lambda _, file: _read(file, 2),
     write=_write,
     sizes={
         "gemma2_2b": _sized(_GEMMA2, 26, 2304, 8, num_kv_heads=4, mlp_dim=9216),
@@ -122,16 +115,15 @@ GEMMA2 = Family(
 
 
 def _read3(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    found = _read_common(file, int(file["sliding_window_pattern"]))
+    found = _read(file, int(file["sliding_window_pattern"]))
     return read_ropes(file, found, file["rope_local_base_freq"])
 
 
 def _write3(model: Mapping[str, Any]) -> dict[str, Any]:
     # Not rope_scaling, which would be taken for that of both kinds of layers.
     ropes = write_ropes(model)
-    return (
-        _write(model) | ropes | dict(rope_local_base_freq=ropes["rope_parameters"]["sliding_attention"]["rope_theta"])
-    )
+    local = ropes["rope_parameters"]["sliding_attention"]
+    return _write(model) | ropes | dict(rope_local_base_freq=local["rope_theta"])
 
 
 GEMMA3 = Family(
@@ -150,21 +142,12 @@ GEMMA3 = Family(
     read=_read3,
     write=_write3,
     sizes={
-        "gemma3_270m": _sized(_GEMMA3, 18, 640, 4, num_kv_heads=1, mlp_dim=2048, **_SMALL, **_local(512)),
-        "gemma3_1b": _sized(_GEMMA3, 26, 1152, 4, num_kv_heads=1, mlp_dim=6912, **_SMALL, **_local(512)),
-        "gemma3_4b": _sized(_GEMMA3, 34, 2560, 8, num_kv_heads=4, mlp_dim=10240, **_LINEAR8, **_local(1024)),
-        "gemma3_12b": _sized(_GEMMA3, 48, 3840, 16, num_kv_heads=8, mlp_dim=15360, **_LINEAR8, **_local(1024)),
+        "gemma3_270m": _sized(_SMALL3, 18, 640, 4, num_kv_heads=1, mlp_dim=2048),
+        "gemma3_1b": _sized(_SMALL3, 26, 1152, 4, num_kv_heads=1, mlp_dim=6912),
+        "gemma3_4b": _sized(_GEMMA3, 34, 2560, 8, num_kv_heads=4, mlp_dim=10240),
+        "gemma3_12b": _sized(_GEMMA3, 48, 3840, 16, num_kv_heads=8, mlp_dim=15360),
         "gemma3_27b": _sized(
-            _GEMMA3,
-            62,
-            5376,
-            32,
-            num_kv_heads=16,
-            mlp_dim=21504,
-            **_LINEAR8,
-            **_local(1024),
-            head_dim=128,
-            attention_scale=168**-0.5,
+            _GEMMA3, 62, 5376, 32, num_kv_heads=16, mlp_dim=21504, head_dim=128, attention_scale=168**-0.5
         ),
     },
 )

@@ -6,7 +6,7 @@ Sources: Radford et al. 2019 (openai/gpt-2 hparams), and the config.json publish
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, size
+from jaxtrain.interop.families.family import Family, Key, fixed, gelu_key, ignored, no_ids, size, size_keys
 from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
@@ -29,6 +29,18 @@ _COMMON = _FIXED | dict(
 )  # fmt: skip
 _DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 _SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
+
+
+def gpt2_keys(defaults: Mapping[str, Any]) -> tuple[Key, ...]:
+    """Returns the keys of GPT-2 and GPT-J, with the defaults by our names."""
+    names = dict(embed_dim="n_embd", num_layers="n_layer", num_heads="n_head", mlp_dim="n_inner")
+    names |= dict(max_sequence_length="n_positions", norm_epsilon="layer_norm_epsilon")
+    return (
+        *size_keys({**defaults, "mlp_dim": lambda file: 4 * int(file["n_embd"])}, names),
+        gelu_key("activation_function", "gelu_new", "gelu_new"),
+        fixed("scale_attn_weights", True),
+        *ignored(*_DROPOUT, *(f"summary_{name}" for name in _SUMMARY)),
+    )
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,18 +74,9 @@ FAMILY = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
     keys=(
-        mapped("vocab_size", "vocab_size", 50257),
-        mapped("n_positions", "max_sequence_length", 1024),
-        mapped("n_embd", "embed_dim", 768),
-        mapped("n_layer", "num_layers", 12),
-        mapped("n_head", "num_heads", 12),
-        mapped("n_inner", "mlp_dim", lambda file: 4 * int(file["n_embd"])),
-        mapped("activation_function", "activation", "gelu_new", {"gelu_new": "gelu"} | GELUS),
-        mapped("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
-        fixed("scale_attn_weights", True),
+        *gpt2_keys(size(_COMMON, 12, 768, 12)),
         fixed("scale_attn_by_inverse_layer_idx", False),
-        *ignored("reorder_and_upcast_attn", "n_ctx", *_DROPOUT, *(f"summary_{name}" for name in _SUMMARY)),
+        *ignored("reorder_and_upcast_attn", "n_ctx"),
     ),
     tensors=_tensors,
     fixed=_FIXED,

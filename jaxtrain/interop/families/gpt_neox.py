@@ -6,7 +6,7 @@ Sources: Black et al. 2022, Biderman et al. 2023, and the config.json published 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, fixed, gelu_key, ignored, mapped, own, rope_keys, size, size_keys
 from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
@@ -24,18 +24,6 @@ _COMMON = _FIXED | dict(
     vocab_size=50304, max_sequence_length=2048, rope_theta=10000.0, rotary_fraction=0.25, block="parallel",
     norm_epsilon=1e-5, activation="gelu_exact", tie_embeddings=False,
 )  # fmt: skip
-
-
-def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(block="parallel" if file["use_parallel_residual"] else "pre")
-
-
-def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(
-        use_parallel_residual=model["block"] == "parallel",
-        rotary_pct=model["rotary_fraction"],
-        rotary_emb_base=model["rope_theta"],
-    )
 
 
 _NAMES = {
@@ -69,16 +57,9 @@ FAMILY = Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     keys=(
-        mapped("vocab_size", "vocab_size", 50432),
-        mapped("hidden_size", "embed_dim", 6144),
-        mapped("intermediate_size", "mlp_dim", 24576),
-        mapped("num_hidden_layers", "num_layers", 44),
-        mapped("num_attention_heads", "num_heads", 64),
-        mapped("max_position_embeddings", "max_sequence_length", 2048),
-        mapped("layer_norm_eps", "norm_epsilon", 1e-5),
-        mapped("hidden_act", "activation", "gelu", {"gelu_new": "gelu"} | GELUS),
-        mapped("tie_word_embeddings", "tie_embeddings", False),
-        own("use_parallel_residual", True),
+        *size_keys(size(_COMMON, 44, 6144, 64, vocab_size=50432), dict(norm_epsilon="layer_norm_eps")),
+        gelu_key("hidden_act", "gelu", "gelu_new"),
+        mapped("use_parallel_residual", "block", True, {True: "parallel", False: "pre"}),
         own("partial_rotary_factor", 0.25, "rotary_pct"),
         *rope_keys(10000.0, "rotary_emb_base"),
         fixed("attention_bias", True),
@@ -87,8 +68,7 @@ FAMILY = Family(
     tensors=_tensors,
     fixed=_FIXED,
     rotary=True,
-    read=_read,
-    write=_write,
+    write=lambda model: dict(rotary_pct=model["rotary_fraction"], rotary_emb_base=model["rope_theta"]),
     sizes={
         "pythia_70m": size(_COMMON, 6, 512, 8),
         "pythia_160m": size(_COMMON, 12, 768, 12),

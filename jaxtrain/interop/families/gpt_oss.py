@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, own, size
-from jaxtrain.interop.families.llama import ATTENTION, decoder
-from jaxtrain.interop.formats.rope import read_windows, write_windows
+from jaxtrain.interop.families.llama import ATTENTION, decoder, read_experts, write_experts
+from jaxtrain.interop.formats.rope import read_windows, whole_every, write_windows
 from jaxtrain.interop.formats.rows import Entry, Row, biased, block_rows, copy, dims, linear, pairs
 
 _FIXED = dict(position="rotary", norm="rmsnorm", activation="clamped_swiglu", bias=True, attention_sinks=True)
@@ -21,18 +21,9 @@ _DEFAULTS = size({}, 36, 2880, 64, vocab_size=201088, num_kv_heads=8, head_dim=6
 _ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 
 
-def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    layers = range(int(file["num_hidden_layers"]))
-    types = file["layer_types"] or ["full_attention" if at % 2 else "sliding_attention" for at in layers]
-    experts = dict(num_experts=file["num_local_experts"], experts_per_token=file["num_experts_per_tok"])
-    return dict(experts=experts) | read_windows(types, file["sliding_window"])
-
-
-def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    experts, (types, window) = model["experts"] or {}, write_windows(model)
-    chosen = experts.get("experts_per_token")
-    found = dict(num_local_experts=experts.get("num_experts"), num_experts_per_tok=chosen)
-    return found | dict(layer_types=types, sliding_window=window)
+def _read(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    types = file["layer_types"] or whole_every(2, file)
+    return read_experts(ours, file) | read_windows(types, file["sliding_window"])
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -66,7 +57,7 @@ FAMILY = Family(
     fixed=_FIXED,
     rotary=True,
     read=_read,
-    write=_write,
+    write=lambda model: write_experts(model) | write_windows(model),
     sizes={
         "gpt_oss_20b": size(_COMMON, 24, 2880, 64, experts=dict(num_experts=32, experts_per_token=4)),
         "gpt_oss_120b": size(_COMMON, 36, 2880, 64, experts=dict(num_experts=128, experts_per_token=4)),

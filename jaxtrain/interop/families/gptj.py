@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, own, size
+from jaxtrain.interop.families.family import Family, fixed, no_ids, own, size
+from jaxtrain.interop.families.gpt2 import gpt2_keys
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, block_rows, copy, dims, in_layers, output_row
 
 _BIASES = dict(bias="mlp", norm_bias=True, output_bias=True)
@@ -15,7 +16,6 @@ _NAMES = {
     "attention/value": "attn.v_proj", "attention/output": "attn.out_proj", "mlp/up": "mlp.fc_in",
     "mlp/down": "mlp.fc_out",
 }  # fmt: skip
-_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,18 +39,9 @@ FAMILY = Family(
     name="gptj",
     architecture="GPTJForCausalLM",
     keys=(
-        mapped("vocab_size", "vocab_size", 50400),
-        mapped("n_positions", "max_sequence_length", 2048),
-        mapped("n_embd", "embed_dim", 4096),
-        mapped("n_layer", "num_layers", 28),
-        mapped("n_head", "num_heads", 16),
-        mapped("n_inner", "mlp_dim", lambda file: 4 * int(file["n_embd"])),
-        mapped("activation_function", "activation", "gelu_new", {"gelu_new": "gelu"} | GELUS),
-        mapped("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        mapped("tie_word_embeddings", "tie_embeddings", False),
+        *gpt2_keys(size(_COMMON, 28, 4096, 16)),
         own("rotary_dim", 64),
-        *(fixed(name, True) for name in ("rotary", "scale_attn_weights")),
-        *ignored("attn_pdrop", "embd_pdrop", "resid_pdrop", *(f"summary_{name}" for name in _SUMMARY)),
+        fixed("rotary", True),
     ),
     tensors=_tensors,
     fixed=_FIXED,

@@ -15,7 +15,6 @@ from jaxtrain.interop.families.family import (
     fixed,
     head_kind,
     ignored,
-    mapped,
     own,
     read_text_head,
     rope_keys,
@@ -92,11 +91,13 @@ def ends(model: Mapping[str, Any]) -> tuple[Row, ...]:
     output = output_row(model, "lm_head.weight")
     if head_kind(model) != "language_model":
         output = Entry("head/output/kernel", "score.weight", linear((D,), (int(model["head"]["num_labels"]),)))
+    norm, *bias = block_rows(model, {"output_norm": "model.norm"}, prefix="")
     return (
         Entry("embedding", "model.embed_tokens.weight", copy(V, D)),
-        Entry("output_norm/scale", "model.norm.weight", copy(D)),
+        norm,
         output,
         Skipped(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+        *bias,
     )
 
 
@@ -158,8 +159,7 @@ MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     keys=(
-        *decoder_keys(_DEFAULTS),
-        mapped("sliding_window", "sliding_window", 4096),
+        *decoder_keys(_DEFAULTS | dict(sliding_window=4096)),
         *ignored("layer_types"),
         *rope_keys(10000.0),
     ),
@@ -180,15 +180,15 @@ def _chosen(file: Mapping[str, Any]) -> tuple[int, ...]:
     return () if count == 1 else tuple(range(2, count + 1))
 
 
-def _read_experts(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(experts=dict(num_experts=file["num_local_experts"], experts_per_token=file["num_experts_per_tok"]))
+def read_experts(_: Mapping[str, Any], file: Mapping[str, Any], count: str = "num_local_experts") -> dict[str, Any]:
+    """Returns our key `experts`; `count` is the key that says how many there are."""
+    return dict(experts=dict(num_experts=file[count], experts_per_token=file["num_experts_per_tok"]))
 
 
-def _write_experts(model: Mapping[str, Any]) -> dict[str, Any]:
+def write_experts(model: Mapping[str, Any], count: str = "num_local_experts") -> dict[str, Any]:
+    """Returns the inverse of `read_experts`; nothing for a model without experts."""
     experts = model["experts"]
-    if experts is None:
-        return {}
-    return dict(num_local_experts=experts["num_experts"], num_experts_per_tok=experts["experts_per_token"])
+    return {count: experts["num_experts"], "num_experts_per_tok": experts["experts_per_token"]} if experts else {}
 
 
 def _mixtral_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -201,8 +201,7 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     keys=(
-        *decoder_keys(_DEFAULTS | dict(norm_epsilon=1e-5)),
-        mapped("sliding_window", "sliding_window", None),
+        *decoder_keys(_DEFAULTS | dict(norm_epsilon=1e-5, sliding_window=None)),
         own("num_local_experts", 8),
         checked("num_experts_per_tok", 2, _chosen),
         *rope_keys(1e6),
@@ -212,8 +211,8 @@ MIXTRAL = Family(
     tensors=_mixtral_tensors,
     fixed=_FIXED,
     rotary=True,
-    read=_read_experts,
-    write=_write_experts,
+    read=read_experts,
+    write=write_experts,
     sizes={
         "mixtral_8x7b": _MIXTRAL,
         "mixtral_8x22b": size(_MIXTRAL, 56, 6144, 48, mlp_dim=16384, max_sequence_length=65536),

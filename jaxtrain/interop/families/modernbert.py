@@ -3,20 +3,31 @@
 Sources: the config.json published with each model; Warner et al. 2024 (arXiv 2412.13663).
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.bert import label_rows, read_head, write_head
-from jaxtrain.interop.families.family import HEAD_KEYS, Family, Key, fixed, head_kind, ignored, mapped, own, size
+from jaxtrain.interop.families.family import (
+    HEAD_KEYS,
+    Family,
+    Key,
+    fixed,
+    head_kind,
+    ignored,
+    mapped,
+    own,
+    size,
+    size_keys,
+)
 from jaxtrain.interop.formats.rope import read_windows, write_windows
-from jaxtrain.interop.formats.rows import Entry, Row, Tied, block, block_rows, copy, dims, in_layers, linear, prefixed
+from jaxtrain.interop.formats.rows import Entry, Row, Tied, block_rows, copy, dims, fused, in_layers, linear, prefixed
 
 _FIXED = dict(position="rotary", norm="layernorm", embedding_norm="first_layer", bias=False, causal=False)
-_COMMON = _FIXED | dict(
-    vocab_size=50368, max_sequence_length=8192, rope_theta=160000.0, activation="geglu_exact", norm_epsilon=1e-5,
-    tie_embeddings=True, local_layers=dict(pattern=(0, 1, 1), window=65, rope_theta=10000.0),
+_SIZES = dict(vocab_size=50368, max_sequence_length=8192, norm_epsilon=1e-5)
+_COMMON = _FIXED | _SIZES | dict(
+    rope_theta=160000.0, activation="geglu_exact", tie_embeddings=True,
+    local_layers=dict(pattern=(0, 1, 1), window=65, rope_theta=10000.0),
     head=dict(kind="masked_language_model", hidden="gelu_exact", bias="output"),
 )  # fmt: skip
 _GATES = {"gelu": "geglu_exact", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "silu": "swiglu"}
@@ -45,9 +56,10 @@ def _read(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    (types, window), local, head = write_windows(model), model["local_layers"], model["head"] or {}
+    windows, local, head = write_windows(model), model["local_layers"], model["head"] or {}
+    window = windows["sliding_window"]
     return dict(
-        layer_types=types,
+        layer_types=windows["layer_types"],
         global_attn_every_n_layers=1 if local is None else len(local["pattern"]),  # of readers before layer_types
         local_attention=128 if window is None else 2 * (window - 1),
         classifier_pooling="mean" if head.get("pooling") == "mean" else "cls",
@@ -58,16 +70,10 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, K, F, V, L = dims(model, "DHKFVL")
-
-    def fused(name: str, outputs: tuple[int, ...], *parts: str) -> list[Entry]:
-        count, rows = math.prod(outputs), linear((D,), outputs)
-        places = [block(rows, dim=0, start=at * count, of=len(parts) * count) for at in range(len(parts))]
-        return [Entry(f"blocks/{part}/kernel", name, place) for part, place in zip(parts, places, strict=True)]
-
+    D, V, L = dims(model, "DVL")
     blocks = [
-        *fused("attn.Wqkv.weight", (H, K), "attention/query", "attention/key", "attention/value"),
-        *fused("mlp.Wi.weight", (F,), "mlp/gate", "mlp/up"),
+        *fused(model, "attn.Wqkv.weight", "attention/query", "attention/key", "attention/value"),
+        *fused(model, "mlp.Wi.weight", "mlp/gate", "mlp/up"),
         *block_rows(model, {"attention/output": "attn.Wo", "mlp_norm": "mlp_norm", "mlp/down": "mlp.Wo"}),
         Entry("blocks/attention_norm/scale", "attn_norm.weight", copy(D), first_names=("embeddings.norm.weight",)),
     ]
@@ -91,14 +97,8 @@ FAMILY = Family(
     name="modernbert",
     architecture="ModernBertModel",
     keys=(
-        mapped("vocab_size", "vocab_size", 50368),
-        mapped("hidden_size", "embed_dim", 768),
-        mapped("intermediate_size", "mlp_dim", 1152),
-        mapped("num_hidden_layers", "num_layers", 22),
-        mapped("num_attention_heads", "num_heads", 12),
+        *size_keys(size(_SIZES, 22, 768, 12, mlp_dim=1152), dict(norm_epsilon="norm_eps")),
         mapped("hidden_activation", "activation", "gelu", _GATES),
-        mapped("max_position_embeddings", "max_sequence_length", 8192),
-        mapped("norm_eps", "norm_epsilon", 1e-5),
         Key("tie_word_embeddings", True, "tie_embeddings", allowed=(True,)),
         *(fixed(f"{part}_bias", False) for part in ("norm", "attention", "mlp", "classifier")),
         *(fixed(f"{part}_dropout", 0.0, 0) for part in ("attention", "embedding", "mlp")),

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.interop.families.family import Family, checked, decoder_keys, mapped, no_ids, own, rope_keys, size
 from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
-from jaxtrain.interop.formats.rope import read_ropes, read_windows, write_rope, write_ropes, write_windows
+from jaxtrain.interop.formats.rope import read_ropes, read_windows, whole_every, write_rope, write_ropes, write_windows
 from jaxtrain.interop.formats.rows import Row, block_rows
 
 _FIXED = dict(block="output", position="rotary", norm="rmsnorm", qk_norm="whole")
@@ -60,24 +60,20 @@ _OLMO3 = _COMMON | dict(
 )  # fmt: skip
 
 
-def _types(file: Mapping[str, Any]) -> list[str]:
-    return ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(file["num_hidden_layers"])]
-
-
 def _read3(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return read_ropes(file, read_windows(file["layer_types"], file["sliding_window"]), 500000.0)
+    types = file["layer_types"] or whole_every(4, file)
+    return read_ropes(file, read_windows(types, file["sliding_window"]), 500000.0)
 
 
 def _write3(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
-    return _write(model) | write_rope(model) | write_ropes(model) | dict(layer_types=types, sliding_window=window)
+    return _write(model) | write_rope(model) | write_ropes(model) | write_windows(model)
 
 
 OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
     keys=(
-        *(*_KEYS, own("layer_types", _types), own("sliding_window", 4096), own("rope_scaling"), own("rope_parameters")),
+        *(*_KEYS, own("layer_types"), own("sliding_window", 4096), own("rope_scaling"), own("rope_parameters")),
         # transformers 5 gives the local layers of a file without rope_parameters this base, whatever rope_theta is.
         checked("rope_theta", 500000.0, lambda file: () if file["rope_parameters"] else (500000.0, 500000)),
     ),

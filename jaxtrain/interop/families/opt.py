@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, checked, fixed, ignored, mapped, size
+from jaxtrain.interop.families.family import Family, checked, fixed, gelu_key, ignored, size, size_keys
 from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims, in_layers, output_row, prefixed
 
 # The epsilon is that of torch; config.json does not say it.
 _FIXED = dict(position="learned", position_offset=2, norm="layernorm", norm_epsilon=1e-5, bias=True)
-_COMMON = _FIXED | dict(vocab_size=50272, max_sequence_length=2048, activation="relu", tie_embeddings=True)
+_ROWS = dict(vocab_size=50272, max_sequence_length=2048, tie_embeddings=True)
+_COMMON = _FIXED | _ROWS | dict(activation="relu")
 _NAMES = {
     "attention/key": "self_attn.k_proj", "attention/value": "self_attn.v_proj", "attention/query": "self_attn.q_proj",
     "attention/output": "self_attn.out_proj", "attention_norm": "self_attn_layer_norm", "mlp/up": "fc1",
@@ -31,14 +32,8 @@ FAMILY = Family(
     name="opt",
     architecture="OPTForCausalLM",
     keys=(
-        mapped("vocab_size", "vocab_size", 50272),
-        mapped("hidden_size", "embed_dim", 768),
-        mapped("ffn_dim", "mlp_dim", 3072),
-        mapped("num_hidden_layers", "num_layers", 12),
-        mapped("num_attention_heads", "num_heads", 12),
-        mapped("max_position_embeddings", "max_sequence_length", 2048),
-        mapped("activation_function", "activation", "relu", {"relu": "relu", "gelu_new": "gelu"} | GELUS),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
+        *size_keys(size(_ROWS, 12, 768, 12), dict(mlp_dim="ffn_dim")),
+        gelu_key("activation_function", "relu", "gelu_new"),
         checked("word_embed_proj_dim", lambda file: file["hidden_size"], lambda file: (file["hidden_size"],)),
         *(fixed(name, True) for name in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine")),
         fixed("_remove_final_layer_norm", False),

@@ -6,16 +6,16 @@ Sources: the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, mapped, no_ids, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, no_ids, own, rope_keys, size
 from jaxtrain.interop.families.llama import decoder
-from jaxtrain.interop.formats.rows import Entry, Row, block, copy, dims, linear
+from jaxtrain.interop.formats.rows import Row, block_rows, fused
 
 _FIXED = dict(position="rotary", norm="rmsnorm", bias=False)
 _COMMON = _FIXED | dict(
     vocab_size=32064, max_sequence_length=4096, rope_theta=10000.0, norm_epsilon=1e-5, activation="swiglu",
     tie_embeddings=False, sliding_window=2047,
 )  # fmt: skip
-_DEFAULTS = dict(vocab_size=32064, mlp_dim=8192, max_sequence_length=4096, norm_epsilon=1e-5)
+_DEFAULTS = dict(vocab_size=32064, mlp_dim=8192, max_sequence_length=4096, norm_epsilon=1e-5, sliding_window=None)
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,28 +23,17 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     if scaling is not None and scaling["kind"] != "longrope":
         return dict(rope_scaling=None, rope_parameters=None)  # transformers opens a phi3 with longrope alone
     length = model["max_sequence_length"] if scaling is None else scaling["original_length"]
-    said = dict(original_max_position_embeddings=length, partial_rotary_factor=model["rotary_fraction"])
-    return said | no_ids(model, eos_token_id=32000, pad_token_id=32000)
+    return dict(original_max_position_embeddings=length) | no_ids(model, eos_token_id=32000, pad_token_id=32000)
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    D, H, G, K, F = dims(model, "DHGKF")
-    qkv, up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
-
-    def part(name: str, heads: int, start: int) -> Entry:
-        rows = block(linear((D,), (heads, K)), dim=0, start=start * K, of=(H + 2 * G) * K)
-        return Entry(f"blocks/attention/{name}/kernel", qkv, rows)
-
     rows = [
-        Entry("blocks/attention_norm/scale", "input_layernorm.weight", copy(D)),
-        part("query", H, 0),
-        part("key", G, H),
-        part("value", G, H + G),
-        Entry("blocks/attention/output/kernel", "self_attn.o_proj.weight", linear((H, K), (D,))),
-        Entry("blocks/mlp_norm/scale", "post_attention_layernorm.weight", copy(D)),
-        Entry("blocks/mlp/gate/kernel", up, block(linear((D,), (F,)), dim=0, start=0, of=2 * F)),
-        Entry("blocks/mlp/up/kernel", up, block(linear((D,), (F,)), dim=0, start=F, of=2 * F)),
-        Entry("blocks/mlp/down/kernel", "mlp.down_proj.weight", linear((F,), (D,))),
+        *block_rows(model, {"attention_norm": "input_layernorm"}),
+        *fused(model, "self_attn.qkv_proj.weight", "attention/query", "attention/key", "attention/value"),
+        *block_rows(model, {"attention/output": "self_attn.o_proj"}),
+        *block_rows(model, {"mlp_norm": "post_attention_layernorm"}),
+        *fused(model, "mlp.gate_up_proj.weight", "mlp/gate", "mlp/up"),
+        *block_rows(model, {"mlp/down": "mlp.down_proj"}),
     ]
     return decoder(model, rows)
 
@@ -54,10 +43,8 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     keys=(
         *decoder_keys(size(_DEFAULTS, 32, 3072, 32), write_head_dim=False),
-        mapped("sliding_window", "sliding_window", None),
         own("original_max_position_embeddings", 4096),
-        own("partial_rotary_factor", 1.0),
-        *rope_keys(10000.0),
+        *rope_keys(10000.0, fraction=1.0),
         fixed("attention_bias", False),
         *ignored("embd_pdrop", "resid_pdrop"),
     ),

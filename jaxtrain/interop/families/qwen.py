@@ -40,11 +40,10 @@ def _read_windows(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, An
 
 
 def _write_windows(model: Mapping[str, Any]) -> dict[str, Any]:
-    types, window = write_windows(model)
-    first = types.index("sliding_attention") if window is not None else len(types)
-    return dict(
-        use_sliding_window=window is not None, sliding_window=window, max_window_layers=first, layer_types=types
-    )
+    windows = write_windows(model)
+    types, is_used = windows["layer_types"], windows["sliding_window"] is not None
+    first = types.index("sliding_attention") if is_used else len(types)
+    return windows | dict(use_sliding_window=is_used, max_window_layers=first)
 
 
 QWEN2 = Family(
@@ -102,19 +101,10 @@ QWEN3 = Family(
 )
 
 
-def _read_experts(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    chosen = file["num_experts_per_tok"]
-    return dict(experts=dict(num_experts=file["num_experts"], experts_per_token=chosen))
-
-
 def _write_experts(model: Mapping[str, Any]) -> dict[str, Any]:
-    said: dict[str, Any] = dict(
-        decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False, sliding_window=None
-    )
-    if (experts := model["experts"]) is None:
-        return said
-    chosen = experts["experts_per_token"]
-    return said | dict(num_experts=experts["num_experts"], num_experts_per_tok=chosen, norm_topk_prob=chosen != 1)
+    said = dict(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False, sliding_window=None)
+    written = llama.write_experts(model, "num_experts")
+    return said | written | dict(norm_topk_prob=written.get("num_experts_per_tok") != 1)
 
 
 def _expert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -128,8 +118,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     keys=(
         *decoder_keys(
-            size(_DEFAULTS, 24, 2048, 32, num_kv_heads=4, mlp_dim=768),
-            mlp="moe_intermediate_size",
+            size(_DEFAULTS, 24, 2048, 32, num_kv_heads=4, mlp_dim=768), names=dict(mlp_dim="moe_intermediate_size")
         ),
         own("num_experts", 128, "num_local_experts"),
         own("num_experts_per_tok", 8),
@@ -146,7 +135,7 @@ QWEN3_MOE = Family(
     tensors=_expert_tensors,
     fixed=_FIXED3,
     rotary=True,
-    read=_read_experts,
+    read=lambda ours, file: llama.read_experts(ours, file, "num_experts"),
     write=_write_experts,
     sizes={
         "qwen3_30b_a3b": size(_MOE, 48, 2048, 32, num_kv_heads=4, mlp_dim=768),

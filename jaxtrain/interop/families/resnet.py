@@ -19,6 +19,8 @@ from jaxtrain.interop.families.family import (
 )
 from jaxtrain.interop.formats.rows import Constant, Entry, Row, convolution, copy, linear
 
+_SAME = dict(num_channels=3, hidden_act="relu", downsample_in_first_stage=False, downsample_in_bottleneck=False)
+
 
 def _size(*blocks: int, bottleneck: bool = True) -> dict[str, Any]:
     return dict(kind="resnet", stage_blocks=list(blocks), bottleneck=bottleneck)
@@ -45,14 +47,11 @@ def _usual_widths(file: Mapping[str, Any]) -> tuple[list[int]]:
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     depths, bottleneck, width = list(model["stage_blocks"]), bool(model["bottleneck"]), int(model["width"])
     return dict(
-        num_channels=3,
         embedding_size=width,
         hidden_sizes=_widths(width, len(depths), bottleneck=bottleneck),
         depths=depths,
         layer_type="bottleneck" if bottleneck else "basic",
-        hidden_act="relu",
-        downsample_in_first_stage=False,
-        downsample_in_bottleneck=False,
+        **_SAME,
         **labels_of(model["num_classes"]),
     )
 
@@ -122,10 +121,7 @@ FAMILY = Family(
         own("depths", [3, 4, 6, 3]),
         fixed("layer_type", "bottleneck", "basic"),
         checked("hidden_sizes", [256, 512, 1024, 2048], _usual_widths),
-        fixed("num_channels", 3),
-        fixed("hidden_act", "relu"),
-        fixed("downsample_in_first_stage", False),
-        fixed("downsample_in_bottleneck", False),
+        *(fixed(name, value) for name, value in _SAME.items()),
         *ignored("out_features", "out_indices", "stage_names"),
         *HEAD_KEYS,
     ),

@@ -32,9 +32,9 @@ def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    (types, window), pattern = write_windows(model), model["rope_layers"] or (1,)
+    windows, pattern = write_windows(model), model["rope_layers"] or (1,)
     rotated = [pattern[layer % len(pattern)] for layer in range(int(model["num_layers"]))]
-    windows = dict(layer_types=types, use_sliding_window=window is not None, sliding_window=window)
+    windows |= dict(use_sliding_window=windows["sliding_window"] is not None)
     ids = no_ids(model, pad_token_id=128004, bos_token_id=128000, eos_token_id=128001)
     return dict(no_rope_layers=rotated) | windows | write_bias(model) | ids
 

@@ -6,15 +6,18 @@ Sources: Lozhkov et al. 2024, and the config.json published with each model.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.interop.families.family import GELUS, Family, fixed, ignored, mapped, no_ids, rope_keys, size, split_width
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, gelu_key, ignored, no_ids, rope_keys, size
 from jaxtrain.interop.families.llama import ATTENTION, decoder
-from jaxtrain.interop.formats.rows import Entry, Row, block_rows, copy, dims
+from jaxtrain.interop.formats.rows import Row, block_rows
 
 _FIXED = dict(position="rotary", norm="layernorm", bias=True)
 _COMMON = _FIXED | dict(
     vocab_size=49152, max_sequence_length=16384, sliding_window=4096, norm_epsilon=1e-5, activation="gelu",
     tie_embeddings=True,
 )  # fmt: skip
+_DEFAULTS = _COMMON | dict(max_sequence_length=4096, num_kv_heads=2, sliding_window=None)
+_NAMES = dict(norm_epsilon="norm_epsilon")
+_GELU = gelu_key("hidden_act", "gelu_pytorch_tanh")
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,28 +25,15 @@ def _write(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    (D,) = dims(model, "D")
     mlp = block_rows(model, {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}, beside=True)
-    rows = decoder(model, [*block_rows(model, ATTENTION), *mlp])
-    return (*rows, Entry("output_norm/bias", "model.norm.bias", copy(D)))
+    return decoder(model, [*block_rows(model, ATTENTION), *mlp])
 
 
 FAMILY = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
     keys=(
-        mapped("vocab_size", "vocab_size", 49152),
-        mapped("hidden_size", "embed_dim", 3072),
-        mapped("intermediate_size", "mlp_dim", 12288),
-        mapped("num_hidden_layers", "num_layers", 30),
-        mapped("num_attention_heads", "num_heads", 24),
-        mapped("num_key_value_heads", "num_kv_heads", 2),
-        mapped("head_dim", "head_dim", split_width, write_default=False),
-        mapped("hidden_act", "activation", "gelu_pytorch_tanh", GELUS),
-        mapped("max_position_embeddings", "max_sequence_length", 4096),
-        mapped("norm_epsilon", "norm_epsilon", 1e-5),
-        mapped("sliding_window", "sliding_window", None),
-        mapped("tie_word_embeddings", "tie_embeddings", True),
+        *decoder_keys(size(_DEFAULTS, 30, 3072, 24), activation=_GELU, names=_NAMES, write_head_dim=False),
         *rope_keys(10000.0),
         fixed("use_bias", True),
         fixed("norm_type", "layer_norm"),

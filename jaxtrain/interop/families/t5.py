@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, fixed, ignored, mapped, own, size
+from jaxtrain.interop.families.family import Family, fixed, ignored, mapped, own, size, size_keys
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, block_rows, copy, dims, in_layers, output_row
 
 _FIXED = dict(kind="encoder_decoder", position="relative", norm="rmsnorm", attention_scale=1.0, bias=False)
 _COMMON = _FIXED | dict(
     vocab_size=32128, max_sequence_length=512, relative_buckets=32, relative_max_distance=128, norm_epsilon=1e-6,
+)  # fmt: skip
+_NAMES = dict(
+    embed_dim="d_model", head_dim="d_kv", mlp_dim="d_ff", num_layers="num_layers", num_heads="num_heads",
+    max_sequence_length="n_positions", norm_epsilon="layer_norm_epsilon",
 )  # fmt: skip
 
 
@@ -85,17 +89,10 @@ FAMILY = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
     keys=(
-        mapped("vocab_size", "vocab_size", 32128),
-        mapped("d_model", "embed_dim", 512),
-        mapped("d_kv", "head_dim", 64),
-        mapped("d_ff", "mlp_dim", 2048),
-        mapped("num_layers", "num_layers", 6),
+        *size_keys(size(_COMMON, 6, 512, 8, head_dim=64), _NAMES),
         mapped("num_decoder_layers", "num_decoder_layers", lambda file: file["num_layers"]),
-        mapped("num_heads", "num_heads", 8),
-        mapped("n_positions", "max_sequence_length", 512),
         mapped("relative_attention_num_buckets", "relative_buckets", 32),
         mapped("relative_attention_max_distance", "relative_max_distance", 128),
-        mapped("layer_norm_epsilon", "norm_epsilon", 1e-6),
         mapped("feed_forward_proj", "activation", "relu", _ACTIVATIONS),
         mapped("dropout_rate", "dropout", 0.1),
         mapped("decoder_start_token_id", "start_token", 0),

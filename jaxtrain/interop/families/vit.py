@@ -17,6 +17,7 @@ from jaxtrain.interop.families.family import (
     read_architecture,
     read_labels,
     size,
+    size_keys,
 )
 from jaxtrain.interop.formats.rows import (
     Entry,
@@ -42,10 +43,6 @@ def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the number of classes; a model without a head leaves it to the data."""
     found = read_architecture(file, "ViTForImageClassification", "ViTModel")
     return dict(num_classes=None if found == "ViTModel" else read_labels(file))
-
-
-def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    return labels_of(model["num_classes"])
 
 
 _NAMES = {
@@ -77,13 +74,9 @@ FAMILY = Family(
     name="vit",
     architecture="ViTForImageClassification",
     keys=(
-        mapped("hidden_size", "embed_dim", 768),
-        mapped("num_hidden_layers", "num_layers", 12),
-        mapped("num_attention_heads", "num_heads", 12),
-        mapped("intermediate_size", "mlp_dim", 3072),
+        *size_keys(size(_VIT, 12, 768, 12), dict(norm_epsilon="layer_norm_eps")),
         mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
         mapped("hidden_dropout_prob", "dropout", 0.0),
-        mapped("layer_norm_eps", "norm_epsilon", 1e-12),
         mapped("image_size", "image_size", 224),
         mapped("patch_size", "patch_size", 16),
         mapped("num_channels", "channels", 3),
@@ -94,7 +87,7 @@ FAMILY = Family(
     tensors=_tensors,
     fixed=_FIXED,
     read=_read,
-    write=_write,
+    write=lambda model: labels_of(model["num_classes"]),
     sizes={
         "vit_tiny": size(_VIT, 12, 192, 3),
         "vit_small": size(_VIT, 12, 384, 6),

@@ -177,18 +177,23 @@ def read_windows(layer_types: Sequence[str], window: int | None) -> dict[str, An
     return {"sliding_window": None, "local_layers": {"pattern": shortest_pattern(pattern), "window": window}}
 
 
+def whole_every(period: int, file: Mapping[str, Any]) -> list[str]:
+    """Returns the `layer_types` of a file that leaves them out: each `period`-th layer has no window."""
+    layers = range(1, int(file["num_hidden_layers"]) + 1)
+    return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+
+
 def shortest_pattern(layers: Sequence[int]) -> tuple[int, ...]:
     """Returns the shortest pattern that gives the numbers of all layers when it is repeated."""
     patterns = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
     return next(one for one in patterns if all(kind == one[at % len(one)] for at, kind in enumerate(layers)))
 
 
-def write_windows(model: Mapping[str, Any]) -> tuple[list[str], int | None]:
-    """Returns `layer_types` and `sliding_window` of a model group, the inverse of `read_windows`."""
-    layers, local = int(model["num_layers"]), model["local_layers"]
-    if local is None:
-        window = model["sliding_window"]
-        return ["full_attention" if window is None else "sliding_attention"] * layers, window
+def write_windows(model: Mapping[str, Any], unused: int | None = None) -> dict[str, Any]:
+    """Returns `layer_types` and `sliding_window`, which is `unused` where no layer has a window."""
+    layers, local, window = int(model["num_layers"]), model["local_layers"], model["sliding_window"]
+    pattern = (int(window is not None),) if local is None else local["pattern"]
     kinds = ("full_attention", "sliding_attention")
-    pattern = local["pattern"]
-    return [kinds[pattern[at % len(pattern)]] for at in range(layers)], local["window"]
+    types = [kinds[pattern[at % len(pattern)]] for at in range(layers)]
+    window = window if local is None else local["window"]
+    return dict(layer_types=types, sliding_window=unused if window is None else window)

@@ -38,7 +38,7 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -333,9 +333,7 @@ def block_rows(
         kernel: How a linear layer is stored: `linear` or `conv1d`.
         beside: Whether a bias is written after its kernel; else after all kernels, those of norms last.
     """
-    D, H, G, K, F = dims(model, "DHGKF")
-    shapes = {"query": ((D,), (H, K)), "key": ((D,), (G, K)), "value": ((D,), (G, K)), "output": ((H, K), (D,))}
-    shapes |= {"gate": ((D,), (F,)), "up": ((D,), (F,)), "down": ((F,), (D,))}
+    (D, H, G, K), shapes = dims(model, "DHGK"), _kernels(model)
     rows: list[Entry] = []
     biases: list[Entry] = []
     of_norms: list[Entry] = []
@@ -357,6 +355,22 @@ def block_rows(
             place = rows if beside else biases if part in shapes else of_norms
             place.append(Entry(f"{prefix}{ours}/bias", f"{theirs}.bias", vector(*outputs)))
     return rows + biases + of_norms
+
+
+def _kernels(model: Mapping[str, Any]) -> dict[str, tuple[Shape, Shape]]:
+    """Inputs and outputs of the linear layers of a block."""
+    D, H, G, K, F = dims(model, "DHGKF")
+    shapes = {"query": ((D,), (H, K)), "key": ((D,), (G, K)), "value": ((D,), (G, K)), "output": ((H, K), (D,))}
+    return shapes | {"gate": ((D,), (F,)), "up": ((D,), (F,)), "down": ((F,), (D,))}
+
+
+def fused(model: Mapping[str, Any], name: str, *parts: str) -> list[Entry]:
+    """Returns the rows of layers of a block ("mlp/gate", "mlp/up") whose kernels follow each other in one tensor."""
+    kernels = [linear(*_kernels(model)[part.rpartition("/")[2]]) for part in parts]
+    sizes = [kernel.theirs[0] for kernel in kernels]
+    starts = accumulate(sizes[:-1], initial=0)
+    places = [block(kernel, dim=0, start=start, of=sum(sizes)) for kernel, start in zip(kernels, starts, strict=True)]
+    return [Entry(f"blocks/{part}/kernel", name, place) for part, place in zip(parts, places, strict=True)]
 
 
 def has_bias(bias: bool | str, part: str) -> bool:
