@@ -198,6 +198,23 @@ class ExpertsConfig(Group):
         return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
 
 
+class LatentConfig(Group):
+    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
+
+    query_rank: PositiveInt | None = None
+    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
+    key_value_rank: PositiveInt
+    """Width of the vector that a token's keys and values are made of."""
+    nope_dim: PositiveInt
+    """Dims of a head's queries and keys without positions."""
+    rope_dim: PositiveInt
+    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
+    value_dim: PositiveInt
+    """Dims of a head's values."""
+    norm_epsilon: Ratio = 1e-6
+    """Added to the variance in the norms of these vectors."""
+
+
 class LocalLayers(Group):
     """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
 
@@ -331,6 +348,18 @@ class TransformerConfig(_Blocks):
     """Attend to this many positions, up to the own one, and as many ahead if not causal; null: to all."""
     local_layers: LocalLayers | None = None
     """Layers with sliding-window attention between layers with full attention; null: all layers are alike."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention, whose head_dim is nope_dim + rope_dim (DeepSeek V2); null: attention."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head's queries and keys."""
+        return super().head_width if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values; kernels and cache hold them with zeros up to `head_width`."""
+        return self.head_width if self.latent is None else self.latent.value_dim
 
     @property
     def head_kind(self) -> str:
@@ -361,7 +390,7 @@ class TransformerConfig(_Blocks):
     @property
     def rotary_dims(self) -> int:
         """Dims of a head that are rotated."""
-        return int(self.head_width * self.rotary_fraction)
+        return int(self.head_width * self.rotary_fraction) if self.latent is None else self.latent.rope_dim
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -387,6 +416,9 @@ class TransformerConfig(_Blocks):
             "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
             "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
+            "latent attention has head_dim = nope_dim + rope_dim of at least value_dim, as many heads of keys as of "
+            "queries, and no qk_norm, biases or rotary_fraction": self.latent is not None
+            and not self._latent_fits(self.latent),
             "sliding_window applies to all layers, local_layers to some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
         }
@@ -394,6 +426,11 @@ class TransformerConfig(_Blocks):
             if is_so:
                 raise ValueError(reason)
         return self
+
+    def _latent_fits(self, latent: LatentConfig) -> bool:
+        same_heads = self.kv_heads == self.num_heads and self.head_dim in (None, self.head_width)
+        plain = not self.qk_norm and self.bias in (False, "mlp") and self.rotary_fraction == 1
+        return same_heads and plain and latent.value_dim <= self.head_width
 
 
 class EncoderDecoderConfig(_Blocks):

@@ -215,12 +215,12 @@ def _stack_products(stack: Stack) -> dict[str, list[Product]]:
     if config.shared is not None:
         mlp += [matmul(f"shared/{name}", math.prod(one.kernel)) for name, one in mlp_shapes(config.shared).items()]
     attention = attention_shapes(config)
-    query_dim = math.prod(attention["query"].outputs)
+    query_dim, value_dim = math.prod(attention["query"].outputs), math.prod(attention["output"].inputs)
     # Scores and values are one product each over the pairs.
     pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
     found = {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
-        "scores": [Product(None, 2 * query_dim * pairs, block)],
+        "scores": [Product(None, (query_dim + value_dim) * pairs, block)],
         "mlp": [*mlp, *router],
     }
     if stack.memory_length is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.layout.rules import num_pieces, stage_over_data
 from jaxtrain.metrics.flops import structure_block
-from jaxtrain.models.shipped.shapes import Stack, Structure, mlp_shapes
+from jaxtrain.models.shipped.shapes import Stack, Structure, latent_width, mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.optim import rules as update_slices
 from jaxtrain.optim.rules import num_slices, updates_elementwise
@@ -366,7 +366,8 @@ def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
     # kernel names both.
     statistics = _FP32 * t * heads / tensor if kernel else 0.0
     named = size * t * heads * k / tensor + statistics if attention.keeps_output else 0.0
-    outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
+    # Results of weight matmuls.
+    outputs = queries + size * t * (2 * d / residual + matrices * hidden + latent_width(model))
     inner = size * t * (heads * k / tensor + 2 * hidden)
     if stack.memory_length is not None:
         memory = size * step.rows * stack.memory_length / degrees["context"]

@@ -27,7 +27,9 @@ from jaxtrain.models.shipped.shapes import (
     ResidualBlockShape,
     Stack,
     Structure,
+    attention_shapes,
     dense_layers,
+    latent_width,
     mlp_shapes,
     norm_names,
     resnet_stages,
@@ -169,8 +171,9 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
         return BlockWork(f"{label}{name}", count, flops, moved, recomputed + again, stage=True, linear=linear)
 
     attention = step.attention[index]
-    weights = d * (2 * h + 2 * g) * k / tensor
-    streams = t * (2 * d + (2 * h + 2 * g) * k / tensor)
+    # Tensor parallelism shards heads, not latents, which are written and read.
+    weights = sum(math.prod(one.kernel) / (tensor if one.of_heads else 1) for one in attention_shapes(model).values())
+    streams = t * (2 * d + (2 * h + 2 * g) * k / tensor + 2 * latent_width(model))
     projected = recomputed_share(remat, matmul=True, names=("query", "key", "value", "attention_projection"))
     computed = t * stack.length * h / tensor * attention.computed
     score_bytes = size * t * (2 * h + 2 * g) * k / tensor + attention.score_bytes * computed

@@ -32,6 +32,7 @@ KINDS = {
         output_bias=True,
         attention_sinks=True,
     ),
+    "latents": dict(latent=dict(query_rank=6, key_value_rank=8, nope_dim=6, rope_dim=4, value_dim=5)),
     "post": dict(block="post", norm="layernorm", position="learned"),
 }
 PLAIN = ("relative",)

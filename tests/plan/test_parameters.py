@@ -3,7 +3,14 @@
 import jax
 import pytest
 
-from jaxtrain.config.model import EncoderDecoderConfig, ExpertsConfig, MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.model import (
+    EncoderDecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    MLPConfig,
+    ResNetConfig,
+    TransformerConfig,
+)
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors
@@ -59,6 +66,10 @@ MODELS = {
             activation="clamped_swiglu",
             attention_sinks=True,
         ),
+        TOKENS,
+    ),
+    "latents": (
+        TransformerConfig(latent=LatentConfig(query_rank=40, key_value_rank=24, nope_dim=16, rope_dim=8, value_dim=12)),
         TOKENS,
     ),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),

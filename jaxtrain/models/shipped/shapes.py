@@ -13,6 +13,7 @@ from jaxtrain.config.model import (
     GATED,
     EncoderDecoderConfig,
     HeadConfig,
+    LatentConfig,
     MLPConfig,
     ModelConfig,
     ResNetConfig,
@@ -49,6 +50,11 @@ class LinearShape:
     def kernel(self) -> tuple[int, ...]:
         """Shape of the kernel."""
         return (*self.inputs, *self.outputs)
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether inputs or outputs are of heads."""
+        return "heads" in self.axes or "kv_heads" in self.axes
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,33 @@ def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     """The linear layers of attention, by name."""
     width = (config.embed_dim,)
     queries, keys = (config.num_heads, config.head_width), (config.kv_heads, config.head_width)
+    if config.latent is not None:
+        return _latent_shapes(config, config.latent)
     return {
         "query": LinearShape(width, queries, ("embed", "heads", "head_dim")),
         "key": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
         "value": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
         "output": LinearShape(queries, width, ("heads", "head_dim", "embed")),
     }
+
+
+def _latent_shapes(config: TransformerConfig, latent: LatentConfig) -> dict[str, LinearShape]:
+    width, heads, rank = (config.embed_dim,), config.num_heads, (latent.key_value_rank,)
+    of_queries = width if latent.query_rank is None else (latent.query_rank,)
+    beside = (latent.key_value_rank + latent.rope_dim,)  # the part of keys that heads share
+    to_heads = ("embed", "heads", "head_dim")
+    of_stream = {} if latent.query_rank is None else {"query_latent": LinearShape(width, of_queries, ("embed", None))}
+    return of_stream | {
+        "query": LinearShape(of_queries, (heads, config.head_width), to_heads),
+        "key_value_latent": LinearShape(width, beside, ("embed", None)),
+        "key_value": LinearShape(rank, (heads, latent.nope_dim + latent.value_dim), to_heads),
+        "output": LinearShape((heads, latent.value_dim), width, ("heads", "head_dim", "embed")),
+    }
+
+
+def latent_width(config: TransformerConfig) -> int:
+    """Numbers per token that attention's linear layers give beside those of heads and of the residual stream."""
+    return sum(math.prod(one.outputs) for one in attention_shapes(config).values() if not one.of_heads)
 
 
 def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
@@ -132,8 +159,11 @@ def norm_names(config: TransformerConfig) -> tuple[str, ...]:
     return forms.get(config.block, inputs)
 
 
-def qk_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
-    """The scales of the norms of queries and keys, by name, as linear layers without inputs."""
+def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
+    """The scales of the norms inside attention, of queries and keys or of latents, as linear layers without inputs."""
+    if config.latent is not None:
+        ranks = {"query_latent_norm": config.latent.query_rank, "key_value_latent_norm": config.latent.key_value_rank}
+        return {name: LinearShape((), (rank,), (None,)) for name, rank in ranks.items() if rank is not None}
     if not config.qk_norm:
         return {}
     if config.qk_norm is True:
@@ -263,7 +293,7 @@ def _stack(config: TransformerConfig) -> Rows:
         rows["relative_positions"] = ((config.relative_buckets, config.num_heads), (None, "heads"))
     for name in norm_names(config):
         rows |= _norm(f"blocks/{name}", config, layers=layers)
-    for name, one in qk_norm_shapes(config).items():
+    for name, one in attention_norm_shapes(config).items():
         rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
     if config.attention_sinks:
         rows["blocks/attention/sinks"] = ((layers, config.num_heads), ("layers", "heads"))
