@@ -68,9 +68,11 @@ class TimedBlock:
 
 
 def has_blocks(config: Config, step: TrainStep) -> bool:
-    """Whether the blocks of a model can be timed: a transformer of tokens with its usual head and loss."""
+    """Whether the blocks of a model can be timed: a transformer of equal blocks with its usual head and loss."""
     model = config.model
-    usual = isinstance(model, TransformerConfig) and model.head is None and not model.token_types
+    if not isinstance(model, TransformerConfig) or model.leading is not None:
+        return False
+    usual = model.head is None and not model.token_types
     return usual and not step.task.calls_model
 
 

@@ -106,7 +106,9 @@ def measure(
         answer["limits"] = dataclasses.asdict(limits)
         reasons |= {f"limits.{what}": why for what, why in answer["limits"].pop("reasons").items()}
     if own_functions(config) or not has_blocks(config, step):
-        reasons.setdefault("blocks", "only a token transformer with the default head and loss has timed blocks")
+        reasons.setdefault(
+            "blocks", "only a token transformer of equal blocks with the default head and loss has timed blocks"
+        )
     elif "blocks" not in skip and limits is not None:
         with phase("timing blocks"):
             timed = time_blocks(config, workload, step, limits)

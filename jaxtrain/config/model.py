@@ -185,6 +185,10 @@ class ExpertsConfig(Group):
     """Number of groups that a token takes experts of."""
     shared_dim: PositiveInt | None = None
     """Width of an MLP that every token passes beside its experts; null: none."""
+    dense_layers: Count = 0
+    """Number of blocks with one MLP for all tokens, before the num_layers blocks with experts (DeepSeek)."""
+    dense_dim: PositiveInt | None = None
+    """Hidden width of the MLP of these blocks; null: 4 x embed_dim."""
     load_balance_weight: NonNegative = 0.01
     """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: NonNegative = 0.001
@@ -378,6 +382,19 @@ class TransformerConfig(_Blocks):
             return None
         return self.model_copy(update=dict(experts=None, mlp_dim=self.experts.shared_dim))
 
+    @property
+    def leading(self) -> "TransformerConfig | None":
+        """The blocks before those with experts, where there are any."""
+        if self.experts is None or not self.experts.dense_layers:
+            return None
+        experts = self.experts
+        return self.model_copy(update=dict(experts=None, mlp_dim=experts.dense_dim, num_layers=experts.dense_layers))
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the model, those before the blocks with experts too."""
+        return self.num_layers + (0 if self.leading is None else self.leading.num_layers)
+
     def has_bias(self, part: str) -> bool:
         """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
         return has_bias(self.bias, part)
@@ -405,6 +422,7 @@ class TransformerConfig(_Blocks):
         pairs = self.position != "rotary" or (self.rotary_dims > 0 and self.rotary_dims % 2 == 0)
         head, moe = self.head, self.experts is not None
         too_many = self.experts is not None and self.experts.experts_per_token > self.experts.num_experts
+        patterned = self.local_layers is not None or self.rope_layers is not None
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
@@ -416,6 +434,8 @@ class TransformerConfig(_Blocks):
             "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
             "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
+            "experts.dense_layers have no place in a pattern; leave local_layers and rope_layers out": patterned
+            and self.leading is not None,
             "latent attention has head_dim = nope_dim + rope_dim of at least value_dim, as many heads of keys as of "
             "queries, and no qk_norm, biases or rotary_fraction": self.latent is not None
             and not self._latent_fits(self.latent),

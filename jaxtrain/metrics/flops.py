@@ -43,14 +43,15 @@ from jaxtrain.models.shipped.shapes import (
 from jaxtrain.ops.attention.rules import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
-_HEAD = 3
+_HEAD = 4
 # Top-level path of a model of transformer blocks -> number of its block, counted from the input. The table of relative
 # positions is used in every layer.
 _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm"), 0),
     **dict.fromkeys(("patches", "class_token"), 0),
-    **dict.fromkeys(("relative_positions", "blocks", "encoder"), 1),
-    **dict.fromkeys(("output_norm", "decoder"), 2),
+    **dict.fromkeys(("relative_positions", "leading"), 1),
+    **dict.fromkeys(("blocks", "encoder"), 2),
+    **dict.fromkeys(("output_norm", "decoder"), 3),
     **dict.fromkeys(("head", "output", "output_bias"), _HEAD),
 }
 
@@ -90,7 +91,8 @@ def model_flops_per_row(
     the first term is 6 per matmul weight and token, the output layer included (tied or not); with E experts of which a
     token takes K, the weights are K m d f and d E of the router; the second is the attention scores and their product
     with the values over the P visible pairs of a query and a key: T^2, halved for causality, fewer with a window, and
-    the mean over layers where only some have one. A head of labels counts its layers, and where it has one output per
+    the mean over layers where only some have one. Latent attention has the weights of its own kernels, and h (k + v) P in
+    place of 2 h k P for values of width v; blocks before those with experts count as their own. A head of labels counts its layers, and where it has one output per
     text, for one position.
     A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
     p x p pixels of c channels, and 6 d per class.

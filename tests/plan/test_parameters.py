@@ -68,8 +68,11 @@ MODELS = {
         ),
         TOKENS,
     ),
-    "latents": (
-        TransformerConfig(latent=LatentConfig(query_rank=40, key_value_rank=24, nope_dim=16, rope_dim=8, value_dim=12)),
+    "latents, blocks before those with experts": (
+        TransformerConfig(
+            experts=ExpertsConfig(dense_layers=2, dense_dim=20),
+            latent=LatentConfig(query_rank=40, key_value_rank=24, nope_dim=16, rope_dim=8, value_dim=12),
+        ),
         TOKENS,
     ),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),

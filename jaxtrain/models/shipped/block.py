@@ -55,7 +55,7 @@ _CACHE_AXES = (None, "batch", "activation_kv_heads", None, None)
 
 def init_cache(config: TransformerConfig, batch: int, length: int, dtype: DTypeLike) -> Cache:
     """A cache of zeros, sharded as the keys and values of a batch are; of int8 each position of a head has a scale."""
-    shape = (config.num_layers, batch, config.kv_heads, length, config.head_width)
+    shape = (config.depth, batch, config.kv_heads, length, config.head_width)
     cache = {name: constrain(jnp.zeros(shape, dtype), *_CACHE_AXES) for name in ("key", "value")}
     if jnp.dtype(dtype) != jnp.int8:
         return cache
@@ -135,7 +135,7 @@ class Stddevs:
 
 def small_stddevs(config: TransformerConfig) -> Stddevs:
     """Those of GPT-2: the deeper the model, the smaller the outputs to the residual stream start (section 2.3)."""
-    out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+    out = INIT_STDDEV / math.sqrt(2 * config.depth)
     return Stddevs(INIT_STDDEV, INIT_STDDEV, out, INIT_STDDEV, out, INIT_STDDEV)
 
 

@@ -98,11 +98,11 @@ class Tensors:
     axes: FamilyTable  # path -> logical axes; one that is left out is sharded by the default rule
     model_state: Shapes = field(default_factory=dict)  # path -> shape, float32 (batch statistics)
     stack: str | None = None  # top-level path of the layers that are stacked, for a model that can be pipelined
-    sides: tuple[str, ...] = ()  # paths of the stacks of a model that has several, one after the other
+    sides: tuple[str, ...] = ()  # paths of other stacks, which run one after the other
 
     def scan_of(self, path: str) -> str | None:
         """Returns the path of the stack that a parameter is in, whose layers are gathered one at a time; or None."""
-        stacks = self.sides if self.stack is None else (self.stack,)
+        stacks = self.sides if self.stack is None else (*self.sides, self.stack)
         return next((stack for stack in stacks if path.startswith(f"{stack}/")), None)
 
     @property
@@ -245,7 +245,8 @@ def model_tensors(
     match config:
         case TransformerConfig():
             assert vocab_size is not None
-            return _tensors(_transformer(config, vocab_size, num_outputs), stack="blocks")
+            rows = _transformer(config, vocab_size, num_outputs)
+            return _tensors(rows, stack="blocks", sides=() if config.leading is None else ("leading",))
         case EncoderDecoderConfig():
             assert vocab_size is not None
             return _tensors(_encoder_decoder(config, vocab_size), sides=("encoder/blocks", "decoder/blocks"))
@@ -259,7 +260,7 @@ def model_tensors(
         case _:
             assert isinstance(config, MLPConfig)
             assert num_outputs is not None
-            rows: Rows = {}
+            rows = {}
             for path, one in dense_layers(config, math.prod(input_shape), num_outputs).items():
                 rows |= _linear(path, one)
             return _tensors(rows)
@@ -326,6 +327,10 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
     if config.embedding_norm:
         rows |= _norm("embedding_norm", config)
     rows |= _stack(config)
+    for path, (shape, names) in _stack(config.leading).items() if config.leading is not None else ():
+        if path.startswith("blocks/"):
+            assert names is not None
+            rows[path.replace("blocks", "leading", 1)] = (shape, ("leading_layers", *names[1:]))
     if config.has_output_layer and not config.tie_embeddings:
         rows["output"] = ((width, vocab_size), ("embed", "vocab"))
     if config.has_output_layer and config.output_bias:
@@ -425,8 +430,12 @@ class Stack:
     @property
     def label(self) -> str:
         """The name of the stack for people, before a name: empty where a model has no other one."""
-        side, _, inner = self.path.partition("/")
-        return f"{side} " if inner else ""
+        return "" if self.path == "blocks" else f"{self.path.partition('/')[0]} "
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether it runs before the stack that a pipeline deals out, on the first stage."""
+        return self.path == "leading"
 
 
 @dataclass(frozen=True)
@@ -464,7 +473,8 @@ def structure_of(
             length, ids = input_shape[0], vocab_size if config.has_output_layer else None
             head = () if config.head is None else _head_layers(config.head, config.embed_dim, num_outputs, length)
             head += () if ids is None else (_vocabulary_layer(config, ids, length),)
-            return Structure((Stack("blocks", config, length),), (), head, ids)
+            leading = () if config.leading is None else (Stack("leading", config.leading, length),)
+            return Structure((*leading, Stack("blocks", config, length)), (), head, ids)
         case EncoderDecoderConfig():
             assert vocab_size is not None
             length = input_shape[0]
