@@ -161,7 +161,7 @@ def rotate(
     positions_BL: jax.Array,
     frequencies: jax.Array,
     *,
-    factor: float = 1.0,
+    factor: float | jax.Array = 1.0,
     interleaved: bool = False,
 ) -> jax.Array:
     """Apply the rotary position embedding to queries or keys.
@@ -177,7 +177,7 @@ def rotate(
     positions_BL1 = positions_BL[..., None].astype(jnp.float32)
     angles = positions_BL1 * aligned(frequencies, positions_BL1)  # [B, L, R / 2]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    if factor != 1:
+    if isinstance(factor, jax.Array) or factor != 1:
         cos, sin = cos * factor, sin * factor
     x = x_BLHK.astype(jnp.float32)
     if interleaved:
@@ -188,10 +188,14 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
 
-def model_frequencies(config: TransformerConfig, local: jax.Array | None, *, length: int) -> jax.Array:
-    """The frequencies of a layer of a transformer, in radians per position, float32 [R / 2]."""
-    frequencies = rotary_frequencies(config.rotary_dims, config.rope_theta, config.rope_scaling, length=length)
-    if local is None or config.local_layers is None or config.local_layers.rope_theta is None:
-        return frequencies
-    own = rotary_frequencies(config.rotary_dims, config.local_layers.rope_theta, None)
-    return jnp.where(local, own, frequencies)
+def model_rotation(
+    config: TransformerConfig, local: jax.Array | None, *, length: int
+) -> tuple[jax.Array, float | jax.Array]:
+    """The frequencies of a layer of a transformer, in radians per position, float32 [R / 2], and its rotary factor."""
+    scaling, theta = config.rope_scaling, None if config.local_layers is None else config.local_layers.rope_theta
+    frequencies = rotary_frequencies(config.rotary_dims, config.rope_theta, scaling, length=length)
+    factor = rotary_factor(scaling, max_length=config.max_sequence_length)
+    if local is None or theta is None:
+        return frequencies, factor
+    own = rotary_frequencies(config.rotary_dims, theta, None)
+    return jnp.where(local, own, frequencies), factor if factor == 1 else jnp.where(local, 1.0, factor)

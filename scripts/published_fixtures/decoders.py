@@ -51,10 +51,11 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
     old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
     old |= {"torch_dtype": config["dtype"], "transformers_version": "4.46.0"}
     rope = dict(config["rope_parameters"])
-    if "full_attention" in rope:  # Gemma 3: a scaling of the global layers only, a base of the local ones
+    if "full_attention" in rope:  # a scaling of the global layers only, and in Gemma 3 a base of the local ones
         local, rope = rope["sliding_attention"], dict(rope["full_attention"])
-        old |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 6}
-        del old["layer_types"], old["_sliding_window_pattern"]
+        del old["layer_types"]
+        if old.pop("_sliding_window_pattern", None):
+            old |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 6}
     theta, fraction = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
     if config["model_type"] == "gpt_neox":
         return old | {"rotary_emb_base": theta, "rotary_pct": fraction}
@@ -65,6 +66,11 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
         old["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
         return old | {"rope_theta": theta, "rope_scaling": {"type": kind, **rope}}
     return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope}}
+
+
+def by_interval(config: dict[str, Any]) -> dict[str, Any]:
+    """Write the config of a SmolLM3 in its old form, whose kinds of layers follow from the interval."""
+    return {name: value for name, value in old_form(config).items() if name not in ("no_rope_layers", "layer_types")}
 
 
 def old_cohere2(config: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +113,22 @@ _PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}  # fmt: skip
+# What Phi, OPT and Falcon share.
+_PLAIN: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, **_NO_ENDS,
+}  # fmt: skip
+_PHI_ROPE = {**_ROPE, "partial_rotary_factor": 0.75}
+_FALCON = {**_PLAIN, "num_attention_heads": 4, "ffn_hidden_size": 24, "rope_parameters": _ROPE}
+# As near_the_dip, where the bias is that of the norm before the MLP: 16 x -0.14.
+_FALCON_WEIGHTS = {
+    "word_embeddings.weight": (0.0, 0.3), "ln_mlp.bias": (1.0, 0.1), "dense_h_to_4h.weight": (-0.14, 0.1),
+    "dense_4h_to_h.weight": (0.0, 2.0),
+}  # fmt: skip
+_OLMO3_ROPE = {
+    "full_attention": {**_YARN, "rope_theta": 500000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 
 FIXTURES = (
@@ -231,6 +253,79 @@ FIXTURES = (
         matters=({"sliding_window": None}, {"hidden_act": "gelu"}), special=near_the_dip("mlp.c_fc", "mlp.c_proj"),
     ),
     Fixture(
+        "phi", tf.PhiForCausalLM,
+        tf.PhiConfig(**_PLAIN, intermediate_size=24, num_key_value_heads=1, rope_parameters=_PHI_ROPE),
+        language_model, gradients=("lm_head.bias", "model.layers.0.self_attn.dense.weight"), old=old_form,
+        matters=({"hidden_act": "gelu"}, {"layer_norm_eps": 0.1},
+                 {"rope_parameters": {**_PHI_ROPE, "partial_rotary_factor": 0.5}},
+                 {"rope_parameters": {**_PHI_ROPE, "rope_theta": 100.0}}),
+        special=near_the_dip("mlp.fc1", "mlp.fc2"),
+    ),
+    Fixture(
+        "gptj", tf.GPTJForCausalLM,
+        tf.GPTJConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, n_inner=24, rotary_dim=6,
+                      layer_norm_epsilon=1e-5, **_NO_ENDS),
+        language_model, gradients=("lm_head.bias", "transformer.h.1.attn.k_proj.weight"),
+        matters=({"activation_function": "gelu"}, {"rotary_dim": 4}, {"layer_norm_epsilon": 0.1}),
+        special=near_the_dip("mlp.fc_in", "mlp.fc_out"),
+    ),
+    Fixture(
+        "opt", tf.OPTForCausalLM, tf.OPTConfig(**_PLAIN, ffn_dim=24), language_model,
+        gradients=("model.decoder.embed_positions.weight", "model.decoder.layers.0.fc1.bias"),
+        matters=({"activation_function": "gelu"}, {"do_layer_norm_before": False}),
+        special=_SMALL_EMBEDDING,
+    ),
+    Fixture(
+        "falcon", tf.FalconForCausalLM, tf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True),
+        language_model, gradients=("transformer.h.0.self_attention.query_key_value.weight",), old=old_form,
+        matters=({"activation": "gelu_pytorch_tanh"}, {"rope_parameters": {**_ROPE, "rope_theta": 100.0}},
+                 {"layer_norm_epsilon": 0.1}),
+        special=_FALCON_WEIGHTS,
+    ),
+    Fixture(
+        "falcon_7b", tf.FalconForCausalLM, tf.FalconConfig(**_FALCON), language_model,
+        gradients=("transformer.h.0.self_attention.query_key_value.weight",),
+        special={"word_embeddings.weight": (0.0, 0.3)},
+    ),
+    Fixture(
+        "olmo2", tf.Olmo2ForCausalLM, tf.Olmo2Config(**_LLAMA, head_dim=8, attention_bias=True, rope_parameters=_ROPE),
+        language_model, old=old_form,
+        gradients=("model.layers.0.self_attn.k_norm.weight", "model.layers.1.post_attention_layernorm.weight",
+                   "model.layers.1.self_attn.o_proj.bias"),
+        matters=({"attention_bias": False}, {"rms_norm_eps": 0.1},
+                 {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
+    ),
+    Fixture(
+        "olmo3", tf.Olmo3ForCausalLM,
+        tf.Olmo3Config(**{**_LLAMA, "num_hidden_layers": 4, "max_position_embeddings": 128}, head_dim=8,
+                       sliding_window=5, rope_parameters=_OLMO3_ROPE),
+        language_model, length=40, old=old_form, gradients=("model.layers.3.self_attn.q_norm.weight",),
+        matters=({"rope_parameters": {**_OLMO3_ROPE, "full_attention": _OLMO3_ROPE["sliding_attention"]}},
+                 {"rope_parameters": {**_OLMO3_ROPE, "sliding_attention": _OLMO3_ROPE["full_attention"]}},
+                 {"layer_types": ["sliding_attention"] * 4}, {"layer_types": ["full_attention"] * 4},
+                 {"sliding_window": 6}),
+    ),
+    Fixture(
+        "granite", tf.GraniteForCausalLM,
+        tf.GraniteConfig(**_LLAMA | {"tie_word_embeddings": True}, head_dim=8, attention_bias=True,
+                         embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7,
+                         logits_scaling=5.0, rope_parameters=_ROPE),
+        language_model, old=old_form, special={"embed_tokens.weight": (0.0, 0.3)},
+        gradients=("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight",
+                   "model.layers.1.self_attn.o_proj.bias"),
+        matters=({"embedding_multiplier": 1.0}, {"attention_multiplier": 8**-0.5}, {"residual_multiplier": 1.0},
+                 {"logits_scaling": 1.0}, {"attention_bias": False}),
+    ),
+    Fixture(
+        "smollm3", tf.SmolLM3ForCausalLM,
+        tf.SmolLM3Config(**{**_LLAMA, "num_hidden_layers": 4}, head_dim=8, mlp_bias=True, no_rope_layer_interval=3,
+                         use_sliding_window=True, sliding_window=5, rope_parameters=_ROPE),
+        language_model, old=by_interval,
+        gradients=("model.layers.2.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.bias"),
+        matters=({"no_rope_layers": [1] * 4}, {"no_rope_layers": [0] * 4}, {"no_rope_layers": [1, 0, 1, 1]},
+                 {"layer_types": ["full_attention"] * 4}, {"sliding_window": 6}, {"mlp_bias": False}),
+    ),
+    Fixture(
         "stablelm", tf.StableLmForCausalLM,
         tf.StableLmConfig(**_LAYERNORM | {"num_attention_heads": 2}, rope_parameters=_PARTIAL, use_qkv_bias=True),
         language_model, old=old_form,
@@ -263,6 +358,15 @@ FIXTURES = (
                  {"sliding_window": 5}, {"logit_scale": 0.0625}, {"layer_norm_eps": 0.1},
                  {"rope_parameters": {**_ROPE, "rope_theta": 100.0}}),
         special=_SMALL_EMBEDDING,
+    ),
+    Fixture(
+        "glm4", tf.Glm4ForCausalLM,
+        tf.Glm4Config(**_LLAMA, head_dim=8, attention_bias=True, rope_parameters=_PARTIAL),
+        language_model, old=old_form,
+        gradients=("model.layers.0.mlp.gate_up_proj.weight", "model.layers.1.post_mlp_layernorm.weight",
+                   "model.layers.1.self_attn.k_proj.bias"),
+        matters=({"rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0}}, {"attention_bias": False},
+                 {"rms_norm_eps": 0.1}, {"rope_parameters": {**_PARTIAL, "rope_theta": 100.0}}),
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,

@@ -30,6 +30,9 @@ from torch.nn.functional import cross_entropy
 IGNORED = -100
 Arrays = dict[str, np.ndarray]
 
+# Buffers that follow from the config.
+_FOLLOWS = ("embed_scale", "embed_positions")
+
 
 class Unsuitable(Exception):
     """Random weights that would not prove what a fixture is for; the next seed may do better."""
@@ -92,7 +95,7 @@ def make_model(fixture: Fixture, seed: int) -> Any:
         for path, module in model.named_modules():
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for name, tensor in tensors:
-                if id(tensor) in seen or not tensor.is_floating_point() or "inv_freq" in name or name == "embed_scale":
+                if id(tensor) in seen or not tensor.is_floating_point() or name in _FOLLOWS or "inv_freq" in name:
                     continue
                 seen.add(id(tensor))
                 generator = np.random.default_rng([seed, zlib.crc32(f"{path}.{name}".encode())])

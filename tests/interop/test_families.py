@@ -38,9 +38,10 @@ ROWS = {
         ("llama", "llama31", "smollm2", "starcoder2", "mistral", "mixtral", "qwen2", "qwen2_window"), PLAIN
     ),
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
-    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window"), PLAIN),
+    **dict.fromkeys(("phi", "gptj", "opt", "falcon", "falcon_7b"), PLAIN),
+    **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "olmo3", "granite", "smollm3"), PLAIN),
     "gpt_oss": PLAIN,
-    **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2"), PLAIN),
+    **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
@@ -107,8 +108,11 @@ def test_logits_and_gradient(name):
 
 
 # One of each way in which a cache is filled: experts, windows, local layers, layers without positions, factors, learned
-# places, sinks, two sequences.
-ANSWERS = ("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "cohere2", "gpt2", "gpt_oss", "t5")
+# places, places after an offset, sinks, a bias of the logits, two sequences.
+ANSWERS = (
+    *("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "cohere2", "gpt2", "opt", "gpt_oss", "phi"),
+    "t5",
+)
 
 
 @pytest.mark.parametrize("name", rows(ANSWERS))

@@ -12,11 +12,11 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.safetensors import open_folder
 
 HERE = Path(__file__).parent
-KEYS = {"model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.25, "logits_scaling": 8.0}
+KEYS = {"model_type": "scaled_llama", "embedding_factor": 12.0, "score_factor": 0.25, "logits_divisor": 8.0}
 
 
-def granite(folder):
-    """The Llama fixture with Granite's keys."""
+def scaled_llama(folder):
+    """The Llama fixture with keys of scales."""
     folder.mkdir()
     config = json.loads((HERE / "published/llama/config.json").read_text()) | KEYS
     del config["pretraining_tp"]
@@ -26,8 +26,8 @@ def granite(folder):
 
 
 def test_a_family_of_another_package(tmp_path, monkeypatch):
-    folder = granite(tmp_path / "in")
-    with pytest.raises(ConfigError, match=r"model_type: granite, .* is llama, but for keys embedding_multiplier"):
+    folder = scaled_llama(tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"model_type: scaled_llama, .* is llama, but for keys embedding_factor"):
         jt.load_pretrained(folder)
     monkeypatch.syspath_prepend(HERE / "outside")
     pretrained = jt.load_pretrained(folder)

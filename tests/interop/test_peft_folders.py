@@ -19,9 +19,11 @@ from jaxtrain.interop.formats.peft_reading import (
     PREFIX,
     WEIGHTS,
     AdapterConfig,
+    factor_transforms,
     open_adapter_folder,
     read_adapter_arrays,
 )
+from jaxtrain.interop.formats.rows import Entry, interleaved
 from jaxtrain.interop.formats.safetensors import map_tensor, read_header, write_safetensors
 from jaxtrain.interop.peft import written_adapter
 from jaxtrain.interop.read import open_published
@@ -73,6 +75,18 @@ def test_logits_are_those_of_peft_and_the_adapter_is_written_again(name, tmp_pat
     again, same = jt.load_adapter(folder, base=base)
     assert again.adapted.lora == model.adapted.lora
     jax.tree.map(np.testing.assert_array_equal, same, params)
+
+
+@pytest.mark.parametrize("part", [range(3), 3, 4], ids=["queries", "key", "value"])
+def test_factors_of_heads_that_share_a_module_in_groups(part):
+    """Falcon: each of 2 groups holds 3 query heads, a key and a value of width 4; inputs of width 5."""
+    weight, draw = interleaved((2, 5, 4), part, (5,)), np.random.default_rng(0)
+    factors = factor_transforms(Entry("query/kernel", "module.weight", weight), 6)
+    a, b = draw.normal(size=(6, 5)), draw.normal(size=(40, 6))
+    ours = np.einsum("dr,rhk->dhk", factors.a.read_all(a), factors.b.read_all(b))
+    heads = (b @ a).reshape(2, 5, 4, 5)[:, part if isinstance(part, int) else slice(3)].reshape(-1, 4, 5)
+    np.testing.assert_allclose(ours, heads.transpose(2, 0, 1), rtol=1e-12)
+    np.testing.assert_array_equal(weight.read_all(b @ a)[:, 1:], weight.read(b @ a, np.s_[:, 1:, :]))
 
 
 def written(folder, tensors, config):

@@ -56,6 +56,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "rotary_fraction": dict(rotary_fraction=0.7),
     "linear": dict(rope_scaling=dict(kind="linear", factor=4.0)),
     "yarn, ramp between dims": dict(rope_scaling=dict(**YARN, truncate=False), rope_theta=50.0),
+    "yarn, global layers": dict(
+        rope_scaling=YARN, rope_theta=50.0, local_layers=dict(pattern=(1, 0), window=3, rope_theta=20.0)
+    ),
     "no positions": dict(position="none", local_layers=dict(pattern=(1, 0), window=3)),
 }  # fmt: skip
 # The others run under --all.

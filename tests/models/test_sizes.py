@@ -68,6 +68,8 @@ TRANSFORMERS = {
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
+    "phi1.5_1.3b": 1_418_270_720,
+    "phi2_2.7b": 2_779_683_840,
     "phi3_mini_4k": 3_821_079_552,
     "phi3_medium_4k": 13_960_238_080,
     "pythia_70m": 70_426_624,
@@ -79,6 +81,22 @@ TRANSFORMERS = {
     "pythia_6.9b": 6_857_302_016,
     "pythia_12b": 11_846_072_320,
     "gpt_neox_20b": 20_554_567_680,
+    # mesh-transformer-jax counts 6,053,381,344: norms, biases of attention and embedding once for each of its 8 shards.
+    "gptj_6b": 6_050_882_784,
+    # Zhang et al. 2022, table 1, with the 50,272 rows of the published embeddings.
+    "opt_125m": 125_239_296,
+    "opt_1.3b": 1_315_758_080,
+    "opt_2.7b": 2_651_596_800,
+    "opt_6.7b": 6_658_473_984,
+    "opt_13b": 12_853_473_280,
+    "opt_30b": 29_974_540_288,
+    "opt_66b": 65_719_701_504,
+    # The safetensors index holds an output layer that repeats the embedding of 65,024 rows.
+    "falcon_7b": 7_217_189_760 - 65024 * 4544,
+    "falcon_40b": 41_303_293_952,
+    "falcon_180b": 179_522_565_120 - 65024 * 14848,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_7b": 7_173_923_840,
     "starcoder2_15b": 15_957_889_024,
@@ -93,10 +111,24 @@ TRANSFORMERS = {
     "aya_23_35b": 34_980_831_232,
     "command_r7b": 8_028_033_024,
     "command_a_111b": 111_057_580_032,
+    # Of the shapes; published as 9.4B and 32.6B.
+    "glm4_9b": 9_400_279_040,
+    "glm4_32b": 32_566_081_536,
     "qwen2_0.5b": 494_032_768,
     "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,
     "qwen2_72b": 72_706_203_648,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+    "granite3.0_2b": 2_533_531_648,
+    "granite3.0_8b": 8_170_848_256,
+    "granite3.3_2b": 2_533_539_840,
+    "granite3.3_8b": 8_170_864_640,
+    "smollm3_3b": 3_075_098_624,
 }
 # The safetensors index published with each model (the embedding counted once).
 ENCODER_DECODERS = {
@@ -162,6 +194,11 @@ def test_models_have_the_published_counts(kind):
     assert found == table
     for size in built:
         assert count_parameters(build_model(make(size=size), input_shape=shape)) == table[size], size
+
+
+def test_every_published_size_names_its_mlp_width():
+    # Or that of a config's own model would stay beside model.size=NAME.
+    assert [name for name, size in TRANSFORMER_SIZES.items() if "mlp_dim" not in size] == []
 
 
 def test_every_published_size_has_its_count():

@@ -157,8 +157,11 @@ def rope_keys(theta: float, *others: str) -> tuple[Key, ...]:
 
 
 def size(common: Config, layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
-    """Returns the keys of our model group of one published size."""
-    return {**common, "num_layers": layers, "embed_dim": width, "num_heads": heads, **more}
+    """Returns the keys of our model group of one published size; `mlp_dim` is 4 x `width` unless it is given.
+
+    A config whose file has an mlp_dim of its own would keep that one if the size named none.
+    """
+    return {"mlp_dim": 4 * width, **common, "num_layers": layers, "embed_dim": width, "num_heads": heads, **more}
 
 
 def _nothing(*_: Config) -> dict[str, Any]:

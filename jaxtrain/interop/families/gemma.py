@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import (
     GELU_TANH,
     Family,
@@ -22,7 +21,7 @@ from jaxtrain.interop.families.family import (
     size,
 )
 from jaxtrain.interop.families.llama import ATTENTION, MLP, decoder
-from jaxtrain.interop.formats.rope import read_rope, read_windows, write_rope, write_windows
+from jaxtrain.interop.formats.rope import read_ropes, read_windows, write_ropes, write_windows
 from jaxtrain.interop.formats.rows import Entry, Row, Skipped, Tied, all_names, block_rows
 
 _BLOCK = dict(block="sandwich", norm_offset=True, position="rotary", norm="rmsnorm", activation="geglu", bias=False)
@@ -124,31 +123,15 @@ GEMMA2 = Family(
 
 def _read3(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     found = _read_common(file, int(file["sliding_window_pattern"]))
-    parameters = file["rope_parameters"] or {}
-    whole, local = parameters.get("full_attention", {}), parameters.get("sliding_attention", {})
-    theta = float(local.get("rope_theta", file["rope_local_base_freq"]))
-    if local.get("rope_type", "default") != "default":
-        raise ConfigError(
-            f"config.json has rope_parameters of sliding_attention of type {local['rope_type']}, which the family "
-            "gemma3_text does not support; default would work"
-        )
-    if found["local_layers"] is not None:
-        found["local_layers"]["rope_theta"] = theta
-    elif found["sliding_window"] is not None:  # every layer is a local one
-        whole, file = {"rope_theta": theta}, {**file, "rope_scaling": None}
-    return found | read_rope({**file, "rope_parameters": whole})
+    return read_ropes(file, found, file["rope_local_base_freq"])
 
 
 def _write3(model: Mapping[str, Any]) -> dict[str, Any]:
-    local, plain = model["local_layers"], {"rope_type": "default"}
-    local_theta = model["rope_theta"] if local is None or local["rope_theta"] is None else local["rope_theta"]
     # Not rope_scaling, which would be taken for that of both kinds of layers.
-    parameters = {
-        "full_attention": {"rope_theta": model["rope_theta"], **(write_rope(model)["rope_scaling"] or plain)},
-        "sliding_attention": {"rope_theta": local_theta, **plain},
-    }
-    rope = dict(rope_theta=model["rope_theta"], rope_parameters=parameters, rope_local_base_freq=local_theta)
-    return _write(model) | rope
+    ropes = write_ropes(model)
+    return (
+        _write(model) | ropes | dict(rope_local_base_freq=ropes["rope_parameters"]["sliding_attention"]["rope_theta"])
+    )
 
 
 GEMMA3 = Family(

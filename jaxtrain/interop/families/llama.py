@@ -36,16 +36,32 @@ _SMOLLM2 = _COMMON | dict(vocab_size=49152, max_sequence_length=8192, rope_theta
 _LABELLED = "LlamaForSequenceClassification"
 
 
+BIAS_KEYS = (fixed("attention_bias", False, True), fixed("mlp_bias", False, True))
+_BIASES = {(False, False): False, (True, False): "attention", (False, True): "mlp", (True, True): True}
+
+
+def read_bias(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns our key `bias` for the two of `BIAS_KEYS`."""
+    return dict(bias=_BIASES[file["attention_bias"], file["mlp_bias"]])
+
+
+def write_bias(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of `BIAS_KEYS`."""
+    theirs = {ours: said for said, ours in _BIASES.items()}
+    attention, mlp = theirs.get(model["bias"], (False, False))
+    return dict(attention_bias=attention, mlp_bias=mlp)
+
+
 def _read(_: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the biases, and the head: labels of a text, read at its last token, where the architecture says so."""
-    biases = dict(bias=file["attention_bias"])
+    biases = read_bias(file)
     if list(file["architectures"] or ()) != [_LABELLED]:
         return biases
     return biases | dict(head=read_text_head(file, pooling="last", bias=False))
 
 
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
-    said = dict(attention_bias=model["bias"], mlp_bias=model["bias"])
+    said = write_bias(model)
     if head_kind(model) not in ("sequence", "regression"):
         return said
     return said | dict(architectures=[_LABELLED], **write_labels(model))
@@ -105,8 +121,7 @@ FAMILY = Family(
         *decoder_keys(size({}, 32, 4096, 32, vocab_size=32000, mlp_dim=11008, max_sequence_length=2048)),
         *rope_keys(10000.0),
         *HEAD_KEYS,
-        fixed("attention_bias", False, True),
-        checked("mlp_bias", False, lambda file: (file["attention_bias"],)),
+        *BIAS_KEYS,
         fixed("pretraining_tp", 1),
         fixed("rope_interleaved", False),
         fixed("is_llama_config", True),

@@ -20,6 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -173,16 +174,20 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
     if not isinstance(row, Entry) or row.state or not row.path.endswith("/kernel"):
         return None
     weight = row.transform
-    if len(weight.theirs) != 2 or set(weight.merges) != {1}:
+    if len(weight.theirs) != 2 or 0 in weight.merges:
         return None
-    first, picked = len(weight.splits[0]), dict(weight.picks)
-    remaining = [at for at in range(first + len(weight.splits[1])) if at not in picked]
+    first = len(weight.splits[0])
+    remaining = [at for at, pick in enumerate(weight.picked) if isinstance(pick, range)]
     # Which dim of theirs each of our dims comes from; inputs come first in ours.
     owners = [int(remaining[one] >= first) for one in weight.order]
     inputs = owners[0]
     if owners != sorted(owners, key=lambda owner: owner != inputs) or len(set(owners)) != 2:
         return None
-    outputs, num_inputs = 1 - inputs, owners.count(inputs)
+    # How many of our dims are of the inputs, each of which may merge some.
+    outputs, ends = 1 - inputs, list(accumulate(weight.merges))
+    if owners.count(inputs) not in ends:
+        return None
+    num_inputs = 1 + ends.index(owners.count(inputs))
     a = Transform(
         theirs=(rank, weight.theirs[inputs]),
         start=(0, weight.start[inputs]),
@@ -190,7 +195,7 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
         splits=((rank,), weight.splits[inputs]),
         picks=(),
         order=(*(1 + at for at in _order(weight.order, owners, inputs)), 0),
-        merges=(1,) * (num_inputs + 1),
+        merges=(*weight.merges[:num_inputs], 1),
     )
     out = _order(weight.order, owners, outputs)
     shift = first if outputs == 1 else 0
@@ -201,7 +206,7 @@ def factor_transforms(row: Row, rank: int) -> Factors | None:
         splits=(weight.splits[outputs], (rank,)),
         picks=tuple((at - shift, index) for at, index in weight.picks),
         order=(len(out), *out),
-        merges=(1,) * (len(out) + 1),
+        merges=(1, *weight.merges[num_inputs:]),
     )
     return Factors(a, b, transposed=inputs == 0)
 

@@ -64,6 +64,41 @@ def read_rope(file: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def read_ropes(file: Mapping[str, Any], windows: dict[str, Any], local_theta: float) -> dict[str, Any]:
+    """Returns the rotary keys and the windows of a file whose rope_parameters are those of each kind of layers.
+
+    Args:
+        file: What was read; its rope_scaling is that of the global layers.
+        windows: What `read_windows` returned.
+        local_theta: Base of the local layers where the file names none.
+
+    Raises:
+        ConfigError: The local layers have a scaling, or rope_parameters do not say of which layers they are.
+    """
+    parameters = dict(file["rope_parameters"] or {})
+    whole, local = (parameters.pop(kind, None) or {} for kind in ("full_attention", "sliding_attention"))
+    theta, scaling = float(local.get("rope_theta", local_theta)), local.get("rope_type", "default")
+    if parameters or scaling != "default":
+        raise ConfigError(
+            f"config.json has rope_parameters with {', '.join(parameters) or f'sliding_attention of type {scaling}'}, "
+            "which this family does not support; they are of full_attention, and of sliding_attention of type default"
+        )
+    if windows["local_layers"] is not None:
+        windows["local_layers"]["rope_theta"] = theta
+    elif windows["sliding_window"] is not None:  # every layer is a local one
+        whole, file = {"rope_theta": theta}, {**file, "rope_scaling": None}
+    return windows | read_rope({**file, "rope_parameters": whole})
+
+
+def write_ropes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `rope_theta` and the `rope_parameters` of each kind of layers."""
+    local, theta, plain = model["local_layers"], model["rope_theta"], {"rope_type": "default"}
+    local_theta = theta if local is None or local["rope_theta"] is None else local["rope_theta"]
+    whole = {"rope_theta": theta, **(write_rope(model)["rope_scaling"] or plain)}
+    local_parameters = {"rope_theta": local_theta, **plain}
+    return dict(rope_theta=theta, rope_parameters=dict(full_attention=whole, sliding_attention=local_parameters))
+
+
 def _read_scaling(group: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any] | None:
     apart = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     rest = {key: value for key, value in group.items() if key not in apart}
@@ -139,9 +174,13 @@ def read_windows(layer_types: Sequence[str], window: int | None) -> dict[str, An
         return {"sliding_window": None, "local_layers": None}
     if all(pattern):
         return {"sliding_window": window, "local_layers": None}
-    repeats = (tuple(pattern[:period]) for period in range(1, len(pattern) + 1))
-    shortest = next(one for one in repeats if all(kind == one[at % len(one)] for at, kind in enumerate(pattern)))
-    return {"sliding_window": None, "local_layers": {"pattern": shortest, "window": window}}
+    return {"sliding_window": None, "local_layers": {"pattern": shortest_pattern(pattern), "window": window}}
+
+
+def shortest_pattern(layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shortest pattern that gives the numbers of all layers when it is repeated."""
+    patterns = (tuple(layers[:period]) for period in range(1, len(layers) + 1))
+    return next(one for one in patterns if all(kind == one[at % len(one)] for at, kind in enumerate(layers)))
 
 
 def write_windows(model: Mapping[str, Any]) -> tuple[list[str], int | None]:

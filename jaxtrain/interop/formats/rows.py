@@ -32,6 +32,7 @@ One tensor that holds several parameters is one `Entry` per parameter, each with
     block(linear((D,), (G, K)), dim=0, start=H * K, of=(H + 2 * G) * K)     q|k|v one after the other: this is k
     interleaved((H, 3, K), 1, (D,))                                         q, k, v of each head in turn: this is k
     interleaved((H, 3, K), 1)                                               the same of their bias [H*3*K]
+    interleaved((G, H // G + 2, K), range(H // G), (D,))                    queries, k, v of each group: the queries
     pairs((E, D, F), 1)                                                     two in turn along the last dim [E, D, 2*F]
 """
 
@@ -60,7 +61,7 @@ class Transform:
         start: Where the block begins, in each dimension of theirs.
         block: Shape of the block.
         splits: Per dimension of theirs, the sizes into which it is split (their product is the block's size).
-        picks: Split dimension -> index that is picked; the dimension disappears.
+        picks: Split dimension -> index that is picked, whose dimension disappears, or range that is.
         order: Order of the split dimensions that remain, as positions among those that remain.
         merges: Per dimension of ours, how many of the ordered dimensions it merges; 0: a dimension of size 1.
     """
@@ -69,16 +70,21 @@ class Transform:
     start: Shape
     block: Shape
     splits: tuple[Shape, ...]
-    picks: tuple[tuple[int, int], ...]
+    picks: tuple[tuple[int, int | range], ...]
     order: Shape
     merges: Shape
 
     @property
     def fine(self) -> Shape:
         """Sizes of the view's dimensions, before the merging."""
-        picked = dict(self.picks)
-        left = [size for at, size in enumerate(size for split in self.splits for size in split) if at not in picked]
+        left = [len(pick) for pick in self.picked if isinstance(pick, range)]
         return tuple(left[at] for at in self.order)
+
+    @property
+    def picked(self) -> tuple[int | range, ...]:
+        """What is picked of each split dimension: an index, or a range."""
+        sizes, picks = (size for split in self.splits for size in split), dict(self.picks)
+        return tuple(picks.get(at, range(size)) for at, size in enumerate(sizes))
 
     @property
     def ours(self) -> Shape:
@@ -94,9 +100,8 @@ class Transform:
         block = tensor[tuple(slice(at, at + size) for at, size in zip(self.start, self.block, strict=True))]
         # Splitting a dimension needs no copy, whatever the strides are.
         block = block.reshape([size for split in self.splits for size in split])
-        picked = dict(self.picks)
-        block = block[tuple(picked.get(at, slice(None)) for at in range(block.ndim))]
-        return block.transpose(self.order)
+        picked = (slice(one.start, one.stop) if isinstance(one, range) else one for one in self.picked)
+        return block[tuple(picked)].transpose(self.order)
 
     def read(self, tensor: "np.ndarray", index: Sequence[slice]) -> "np.ndarray":
         """Returns the slice `index` (of step 1) of our parameter; of a mapped file no more is read than it needs."""
@@ -126,7 +131,9 @@ class Transform:
         self.view(tensor)[...] = ours.reshape(self.fine)
 
 
-def _whole(splits: Sequence[Shape], order: Shape, merges: Shape, picks: tuple[tuple[int, int], ...] = ()) -> Transform:
+def _whole(
+    splits: Sequence[Shape], order: Shape, merges: Shape, picks: tuple[tuple[int, int | range], ...] = ()
+) -> Transform:
     theirs = tuple(prod(split) for split in splits)
     return Transform(theirs, (0,) * len(theirs), theirs, tuple(splits), picks, order, merges)
 
@@ -177,16 +184,17 @@ def block(part: Transform, *, dim: int, start: int, of: int) -> Transform:
     return replace(part, theirs=theirs, start=tuple(start if at == dim else 0 for at in range(len(theirs))))
 
 
-def interleaved(sizes: tuple[int, int, int], index: int, inputs: Shape | None = None) -> Transform:
-    """Parameter `index` of those that follow each other within each head (GPT-NeoX).
+def interleaved(sizes: tuple[int, int, int], index: int | range, inputs: Shape | None = None) -> Transform:
+    """Parameter `index` of those that follow each other within each head (GPT-NeoX), or a range of heads (Falcon).
 
     `sizes` are (heads, number of parameters, width of a head), the split of the output dimension: theirs [out, inputs]
-    -> ours [*inputs, heads, width]; of their bias where `inputs` is None.
+    -> ours [*inputs, heads, width]; of their bias where `inputs` is None. Of a range, ours has heads x its length.
     """
+    heads, merges = ((0, 1, 2), (2, 1)) if isinstance(index, range) else ((0, 1), (1, 1))
     if inputs is None:
-        return _whole([sizes], (0, 1), (1, 1), ((1, index),))
-    order = (*range(2, 2 + len(inputs)), 0, 1)
-    return _whole([sizes, inputs], order, (1,) * (len(inputs) + 2), ((1, index),))
+        return _whole([sizes], heads, merges, ((1, index),))
+    order = (*range(len(heads), len(heads) + len(inputs)), *heads)
+    return _whole([sizes, inputs], order, ((1,) * len(inputs) + merges), ((1, index),))
 
 
 def pairs(ours: Shape, index: int) -> Transform:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_frequencies, rotary_factor, rotate
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, rotate
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
@@ -244,8 +244,7 @@ class Attention(nnx.Module):
             q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if config.position == "rotary":
             length = q_BLHK.shape[1] if cache is None else cache.length
-            frequencies = model_frequencies(config, context.local, length=length)
-            factor = rotary_factor(config.rope_scaling, max_length=config.max_sequence_length)
+            frequencies, factor = model_rotation(config, context.local, length=length)
 
             def rotated(x: jax.Array) -> jax.Array:
                 interleaved = config.rotary_interleaved
