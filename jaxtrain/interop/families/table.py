@@ -11,6 +11,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
     cohere,
+    deepseek,
     falcon,
     gemma,
     glm4,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
         glm4.FAMILY,
+        *(deepseek.V3, deepseek.V2),
     )
 }
 
