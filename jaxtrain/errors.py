@@ -71,20 +71,6 @@ class DivergedError(UserError):
     exit_code = 5
 
 
-class CorruptionError(UserError):
-    """Two computations or two copies that must be equal differ in their bits: a device is at fault (exit code 1).
-
-    Example:
-        >>> try:
-        ...     raise jt.CorruptionError("copies of params/kernel differ after step 200")  # checks.replicas_every
-        ... except jt.CorruptionError as error:
-        ...     print(error.exit_code)
-        1
-    """
-
-    exit_code = 1
-
-
 class PreemptedError(UserError):
     """A signal stopped the run after its state was saved; the same command continues it (exit code 75).
 

@@ -30,8 +30,7 @@ _BERT = (
 _GPT2 = ("gpt2_124m", "train.global_batch_size=32", *_ONE)
 _RESNET = ("resnet50_imagenet", "train.global_batch_size=256")
 # Options that skip the parts of `jaxtrain bench` that only the first row measures.
-_STEP_ONLY = ("--skip", "start", "--skip", "limits", "--skip", "blocks")
-_STEP_AND_BLOCKS = ("--skip", "start")
+_STEP_ONLY = ("--skip", "start", "--skip", "limits")
 _TINY = ("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2", "train.global_batch_size=8")
 _SHORT = (*_TINY, "model.max_sequence_length=32")
 _SMALL = {
@@ -65,14 +64,13 @@ class Row:
 def _llama(size: str, rows: int, policy: str) -> Row:
     model, batch = f"model.size=llama3.2_{size}", f"train.global_batch_size={rows}"
     words = (*_LLAMA, model, batch, "remat.policy=dots", f"precision.policy={policy}")
-    options = _STEP_AND_BLOCKS if policy == "bf16" else _STEP_ONLY
-    return Row(f"Llama {size} {policy}, sequence 4096", "bench", words, options)
+    return Row(f"Llama {size} {policy}, sequence 4096", "bench", words)
 
 
 ROWS = (
     Row("device, and bench_cpu's step", "bench", ("bench_cpu",), (), "own"),
     Row("card for the planner", "script", ("capture_target.py", "{out}/targets")),
-    Row("GPT-2 124M bf16", "bench", _GPT2, _STEP_AND_BLOCKS),
+    Row("GPT-2 124M bf16", "bench", _GPT2),
     Row("GPT-2 124M fp8", "bench", (*_GPT2, "precision.policy=fp8")),
     Row("GPT-2 124M bf16, PyTorch", "torch", ("gpt2", "--rows", "32")),
     *(_llama(size, rows, policy) for size, rows in (("1b", 8), ("3b", 4)) for policy in ("bf16", "fp8")),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import _find_command, _parse
-from jaxtrain.commands.sweep import draw_trials
+from jaxtrain.commands.sweep import all_trials
 from jaxtrain.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,8 +56,7 @@ def test_printed_commands_are_valid(page: str, tmp_path: Path, monkeypatch: pyte
             config = "quickstart" if parsed.config.startswith("runs/") else parsed.config
             overrides = parsed.overrides
             if name == "sweep":
-                first = draw_trials(overrides, parsed.trials, parsed.random)[0]
-                overrides = [f"{key}={value}" for key, value in first.items()]
+                overrides = all_trials(overrides)[0]
             load_config(config, overrides=overrides, weights=False)
 
 

@@ -20,21 +20,20 @@ from jaxtrain import __version__
 from jaxtrain.config import Loaded
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
-from jaxtrain.plan.estimate import own_functions
 from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.cluster import detect_cluster
 from jaxtrain.runtime.devices import FORMATS, peak_flops, usable_cores
 from jaxtrain.runtime.host import SETTINGS
 
-PARTS = ("start", "limits", "blocks", "step")
+PARTS = ("start", "limits", "step")
 _START_LIMIT_SECONDS = 600.0
 # Settings added to those of the config, so that the process writes nothing outside of its temporary folder, claims no
 # folder of checkpoints, and asks no service.
 _QUIET = (
     *("logging.report=false", "logging.tensorboard=false"),
     *("logging.wandb=false", "logging.mlflow=false"),
-    *("checkpoint.directory=null", "checkpoint.mirror=null"),
+    "checkpoint.directory=null",
     *("checkpoint.every=null", "checkpoint.every_minutes=null"),
     "profile.start_step=null",
 )
@@ -56,7 +55,7 @@ def measure(
         name: name or path of the config as the user gave it, for the runs whose start is timed.
         overrides: `key=value` settings as the user gave them, for the same runs.
         emulate: number of CPU devices to emulate; None: the devices of the machine.
-        skip: parts of `PARTS` that are not measured; blocks need limits.
+        skip: parts of `PARTS` that are not measured.
         phase: name of a part -> a context around it, which shows it to the user.
 
     Returns:
@@ -86,7 +85,6 @@ def measure(
     import jax
 
     from jaxtrain.bench import step as whole
-    from jaxtrain.bench.blocks import has_blocks, time_blocks
     from jaxtrain.bench.limits import measure_limits
 
     answer["jax"] = jax.__version__
@@ -99,20 +97,10 @@ def measure(
         # Before the other parts, whose arrays and programs would count into the peaks of memory.
         with phase("timing the step"):
             measured = dataclasses.asdict(whole.measure_step(step, batches, seed=config.seed))
-    limits = None
     if "limits" not in skip:
         with phase("measuring the device"):
-            limits = measure_limits()
-        answer["limits"] = dataclasses.asdict(limits)
+            answer["limits"] = dataclasses.asdict(measure_limits())
         reasons |= {f"limits.{what}": why for what, why in answer["limits"].pop("reasons").items()}
-    if own_functions(config) or not has_blocks(config, step):
-        reasons.setdefault(
-            "blocks", "only a token transformer of equal blocks with the default head and loss has timed blocks"
-        )
-    elif "blocks" not in skip and limits is not None:
-        with phase("timing blocks"):
-            timed = time_blocks(config, workload, step, limits)
-        answer["blocks"] = [{**dataclasses.asdict(one), "share_of_roofline": one.share_of_roofline} for one in timed]
     if measured is not None:
         answer["step"] = _step(config, workload, measured, answer, reasons)
     # The choices of implementations and compiler options are known after the step was traced.
@@ -224,41 +212,3 @@ def _step(
         "model_flops_utilization": None if peak is None or rate is None else rate / peak,
         "share_of_measured_matmul": None if not measured_rate or rate is None else rate / measured_rate,
     }
-
-
-def draw(answer: dict[str, Any], path: Path) -> None:
-    """Write the picture of a bench; the suffix of the path chooses the format.
-
-    Args:
-        answer: the result of `measure`.
-        path: a file .svg or .png in a folder that exists.
-    """
-    from matplotlib.figure import Figure
-
-    measured, lowest = "#4269d0", "#a5b8ea"
-    blocks, step, device = answer["blocks"] or [], answer["step"], answer["device"]
-    figure = Figure(figsize=(8, 4.4), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{block['name']} x {block['count']}" for block in blocks]
-    bars = [block["count"] * block["seconds"] * 1e3 for block in blocks]
-    least = [block["count"] * block["roofline_seconds"] * 1e3 for block in blocks]
-    shares = [block["share_of_roofline"] for block in blocks]
-    if step is not None:
-        names, bars, least = [*names, "step"], [*bars, step["seconds"] * 1e3], [*least, 0.0]
-        shares.append(step["share_of_measured_matmul"])
-    places = range(len(names))
-    axes.barh(places, bars, color=measured, label="measured")
-    axes.barh(places, least, height=0.3, color=lowest, label="roofline")
-    for place, value, bound, share in zip(places, bars, least, shares, strict=True):
-        # Beyond both bars, so that neither lies under the text.
-        said = f" {value:.3g} ms" + ("" if share is None else f", {share:.0%}")
-        axes.annotate(said, (max(value, bound), place), va="center", fontsize=9)
-    axes.set_yticks(list(places), names)
-    axes.invert_yaxis()
-    axes.margins(x=0.3)
-    axes.set_xlabel("ms per step, forward and backward; share of the roofline (step: of the matmul rate)")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
-    rate = "" if step is None else f": {step['units_per_second']:,.0f} {step['unit']}/s"
-    axes.set_title(f"{answer['config']} on {device['count']} x {device['kind']}{rate}", fontsize=11, loc="left")
-    figure.savefig(path, dpi=150)

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from jaxtrain.checkpoint import digest, directory, places, storage, tree
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, SaveError
-from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.places import Place, RemotePath, SeenComplete, place_at
 from jaxtrain.checkpoint.storage import Storage, everyone, from_process_0, is_process_0
 from jaxtrain.checkpoint.upkeep import Retention, Upkeep
@@ -32,11 +31,10 @@ class Checkpointer:
         keep_every: steps at multiples of this are never deleted; None: no such rule.
         keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
         read_only: whether this object never writes, renames or deletes.
-        mirror: folder of second copies of the steps, used where the first ones are gone or damaged; None: no copies.
         report: called with one line when a damaged step is skipped, or steps are abandoned.
 
     Raises:
-        ConfigError: the directory is no path and no such address, or the mirror holds the copies of another one.
+        ConfigError: the directory is no path and no such address.
 
     Example:
         >>> with jt.Checkpointer("runs/mine/checkpoints", keep_last=2) as checkpointer:
@@ -54,23 +52,17 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: bool = False,
         read_only: bool = False,
-        mirror: str | Path | RemotePath | None = None,
         report: Callable[[str], None] = print_remark,
     ) -> None:
         self.directory = place_at(directory, what="checkpoint directory")
         self._report, self._read_only = report, read_only
-        self._is_begun = self._is_closed = self._is_cleared = False
+        self._is_closed = self._is_cleared = False
         self._storage: Storage | None = None
         self._saving: Place | None = None
         self._position: int | None = None  # the step that the caller's training stands at, where it is known
         self._seen = SeenComplete()
         self._retention = Retention(keep_last, keep_every, keep_best)
-        self._mirror: Mirror | None = None
-        if mirror is not None and not read_only:
-            self._mirror = Mirror(place_at(mirror, what="checkpoint mirror"), self.directory)
-            with contextlib.suppress(OSError):  # each copy tries to reach it
-                self._mirror.check_owner()
-        self._upkeep = Upkeep(self.directory, self._retention, self._mirror, report)
+        self._upkeep = Upkeep(self.directory, self._retention, report)
 
     def __enter__(self) -> Self:
         self._is_closed = False
@@ -85,17 +77,8 @@ class Checkpointer:
         if not steps and not self._read_only and self._saving is None and is_process_0():
             # A kill while the only step was being replaced left that step in the directory of abandoned ones.
             directory.settle(self.directory, self._report)
-            if not directory.live_steps(self.directory) and not self._is_begun:
-                self._upkeep.recover()
             steps = directory.live_steps(self.directory)
         return steps
-
-    def begin_anew(self) -> None:
-        """Begin a line of steps that the mirror knows nothing of: the copies that it holds are moved aside there."""
-        self._is_begun = True
-        if is_process_0() and self._mirror is not None:
-            with contextlib.suppress(OSError):  # the copy of the next step says what is wrong with the folder
-                self._mirror.set_aside()
 
     def latest_step(self) -> int | None:
         """Return the newest saved step, or None."""
@@ -145,7 +128,6 @@ class Checkpointer:
             why = "were opened for reading only" if self._read_only else "are closed: save before close()"
             raise CheckpointError(f"checkpoints in {self.directory} {why}")
         self.settle()
-        self._is_begun = True
         step = int(step)
         path = self.directory / str(step)
         flat = tree.flatten(state).leaves
@@ -184,8 +166,8 @@ class Checkpointer:
         """Read a state directly into the shardings of the target, on any mesh and any number of processes.
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
-        its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and its copy
-        or the step before it is used. After a complete state was restored, the next save starts a new line from it.
+        its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and the step
+        before it is used. After a complete state was restored, the next save starts a new line from it.
         To read an earlier step during training, use a second Checkpointer with `read_only=True`.
 
         Args:
@@ -211,9 +193,6 @@ class Checkpointer:
                 if step is not None:
                     raise
                 damaged[candidate] = str(error)
-                if not self._read_only and candidate == candidates[-1]:
-                    other = from_process_0(lambda: self._upkeep.recover(damaged=damaged))
-                    candidates += [other] if other >= 0 else []
                 continue
             # Only once an intact step is found: with all steps renamed, the next run would start at step 0.
             for other, reason in damaged.items() if is_process_0() else ():
@@ -265,7 +244,7 @@ class Checkpointer:
         return info
 
     def wait(self) -> None:
-        """Wait until the last save is complete, verified and copied, and older steps are deleted, or raise why not."""
+        """Wait until the last save is complete and verified, and older steps are deleted, or raise why not."""
         self.settle()
         self._upkeep.finish()
 
@@ -297,7 +276,7 @@ class Checkpointer:
             opened.close()
 
     def settle(self) -> None:
-        """Wait until the last save is complete, as `wait`; it is verified and copied in the background."""
+        """Wait until the last save is complete, as `wait`; it is verified in the background."""
         path, self._saving = self._saving, None
         if self._storage is None or path is None:
             return
@@ -389,20 +368,9 @@ class Checkpointer:
         return True
 
     def _read(self, step: int, wanted: Mapping[str, Any], *, prefix: str | None) -> dict[str, Any]:
-        """Read a step, from its copy where it is damaged."""
-
-        def read() -> dict[str, Any]:
-            info = self.info(step)
-            self._check_like(info, wanted, [name for name in info.leaves if tree.is_inside(name, prefix)])
-            return storage.read_verified(self._open(), info, wanted)
-
-        try:
-            return read()
-        except DamagedError as error:
-            reason = str(error)
-            if self._read_only or not from_process_0(lambda: self._upkeep.replace(step, reason)):
-                raise
-        return read()
+        info = self.info(step)
+        self._check_like(info, wanted, [name for name in info.leaves if tree.is_inside(name, prefix)])
+        return storage.read_verified(self._open(), info, wanted)
 
     def _check_like(self, info: CheckpointInfo, wanted: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raise where the named leaves in the record of a step are not those that are wanted."""

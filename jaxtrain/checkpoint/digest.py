@@ -42,11 +42,6 @@ def digests(arrays: "Mapping[str, jax.Array | np.ndarray]") -> dict[str, Digest]
     return {path: one(array) for path, array in arrays.items()}
 
 
-def shard_sums(array: "jax.Array") -> "tuple[jax.Array, jax.Array]":
-    """The two sums of an array inside a program, uint32 []: of a shard, with positions in the shard."""
-    return _sums(*_device_words(array))
-
-
 def _sums(bits: Any, position: Any) -> tuple[Any, Any]:
     mixed = bits * _BITS + position * _POSITION
     mixed = (mixed ^ (mixed >> _16)) * _MIX_1

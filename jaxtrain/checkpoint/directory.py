@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import places
-from jaxtrain.checkpoint.places import COPYING, RECORD_ITEM, TRASH, Place
+from jaxtrain.checkpoint.places import RECORD_ITEM, TRASH, Place
 from jaxtrain.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -141,7 +141,7 @@ def clear_leftovers(directory: Place) -> None:
     places.finish_moves(directory)
     for name in places.names(directory):
         number, dot, suffix = name.partition(".")
-        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, TRASH, COPYING))
+        is_temporary = f"{dot}{suffix}".startswith((_TEMPORARY, TRASH))
         if number.isdecimal() and (is_temporary or places.is_incomplete(directory / name)):
             places.remove_tree(directory / name)
 
@@ -231,9 +231,8 @@ def abandoned_folders(directory: Place) -> list[Place]:
         return [directory / name for name in sorted(places.names(directory)) if name.startswith(_ABANDONED)]
 
 
-def move_steps(directory: Place, steps: Iterable[int], target: Place | None = None) -> None:
-    """Move steps to another directory; None: to a new one, as those of a line that is given up."""
-    target = target or directory / f"{_ABANDONED}{moment()}"
+def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
+    """Move steps to another directory."""
     for step in steps:
         places.make_folder(target)
         places.move(directory / str(step), target / str(step))

@@ -25,7 +25,7 @@ from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 
 RECORD_ITEM, ARRAYS_ITEM = "jaxtrain", "state"  # what a step holds
 COMMIT_FILE = "commit_success.txt"
-TRASH, COPYING = ".pruned", ".copying"  # ends of the names of steps that are being deleted or copied on a file system
+TRASH = ".pruned"  # end of the names of steps that are being deleted on a file system
 _MOVING_FILE = "jaxtrain_moving.json"
 _ASK_SECONDS = 10.0  # between questions to a store whether a save is complete: each is a request
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
@@ -107,11 +107,6 @@ class RemotePath:
         """Write an object whole, which readers see at once or not at all; `only_new`: an error where there is one."""
         with _in_words(self):
             _client(self.scheme).pipe_file(self._full, content, mode="create" if only_new else "overwrite")
-
-    def open(self, mode: str) -> Any:
-        """Open an object to read ("rb") or write ("wb") it in parts; what is written is there once it is closed."""
-        with _in_words(self):
-            return _client(self.scheme).open(self._full, mode, cache_type="readahead")
 
     def unlink(self, *, missing_ok: bool = True) -> None:
         """Delete an object; nothing happens where there is none."""
@@ -202,11 +197,6 @@ def place_at(text: str | os.PathLike[str] | RemotePath, *, what: str, error: typ
     if importlib.util.find_spec(package) is None:
         raise error(f"{what}: {found} needs the package {package}: pip install '.[{extra}]'")
     return found
-
-
-def is_remote(place: Place) -> bool:
-    """Whether a place is in an object store."""
-    return isinstance(place, RemotePath)
 
 
 def names(folder: Place) -> list[str]:

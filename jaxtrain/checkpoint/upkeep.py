@@ -1,4 +1,4 @@
-"""What follows a complete save, in the background of training: it is read back, old steps are deleted, a copy is made.
+"""What follows a complete save, in the background of training: it is read back, and old steps are deleted.
 
 A step counts as verified once every array of it was read from the disk and has the digest that it had in memory. Only
 then are older steps deleted, so that a verified one is there at any time.
@@ -7,15 +7,14 @@ then are older steps deleted, so that a verified one is there at any time.
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 
 from jaxtrain.checkpoint import directory, places
 from jaxtrain.checkpoint.directory import DamagedError, SaveError
-from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.storage import verify_on_host
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError
 
 # What stands still for this long is left behind when a run ends: a network file system may never answer.
 _PATIENCE_SECONDS = 60.0
@@ -65,15 +64,13 @@ class Upkeep:
     is told by `look`, which the thread of the training calls. `verified` holds the steps that are known to be intact.
     """
 
-    def __init__(
-        self, folder: Place, retention: Retention, mirror: Mirror | None, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Place, retention: Retention, report: Callable[[str], None]) -> None:
         self.verified: set[int] = set()
-        self._folder, self._retention, self._mirror, self._report = folder, retention, mirror, report
+        self._folder, self._retention, self._report = folder, retention, report
         self._condition = threading.Condition()
         self._reading = threading.Lock()
         self._waiting: int | None = None
-        self._busy = self._is_over = self._is_left = self._mirror_fails = False
+        self._busy = self._is_over = self._is_left = False
         self._began: int | None = None
         self._read_bytes = 0
         self._lines: list[str] = []
@@ -107,13 +104,13 @@ class Upkeep:
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute; then `look`."""
-        done, moved_at = self._done(), monotonic()
+        done, moved_at = self._read_bytes, monotonic()
         while not self._is_left and not self._is_idle():
-            if self._done() != done:
-                done, moved_at = self._done(), monotonic()
+            if self._read_bytes != done:
+                done, moved_at = self._read_bytes, monotonic()
             elif monotonic() - moved_at > _PATIENCE_SECONDS:
                 self._is_left = True
-                self._lines.append(f"a checkpoint of {self._folder} was not verified or not copied: no progress")
+                self._lines.append(f"a checkpoint of {self._folder} was not verified: no progress")
         self.look()
 
     def release(self) -> None:
@@ -125,9 +122,6 @@ class Upkeep:
     def _is_idle(self) -> bool:
         with self._condition:
             return self._condition.wait_for(lambda: not self._busy, timeout=0.5)
-
-    def _done(self) -> int:
-        return self._read_bytes + (self._mirror.copied_bytes if self._mirror else 0)
 
     def _work(self) -> None:
         while True:
@@ -150,57 +144,14 @@ class Upkeep:
         steps = directory.live_steps(self._folder)
         superfluous = set(steps) - self._retention.kept(self._folder, steps)
         newest = steps[-self._retention.keep_last :]
-        is_copied = self._mirror is not None and step not in self.verified
-        if is_copied or (superfluous and not self.verified & set(newest)):
+        if superfluous and not self.verified & set(newest):
             with self._reading:
                 verify_on_host(directory.read_info(self._folder, step), self._advance)
             self.verified.add(step)
         if self.verified & set(newest):
             places.remove_steps(self._folder, superfluous)
-        if self._mirror is not None:
-            self._copy(self._mirror, step)
 
     def _advance(self, num_bytes: int) -> None:
         self._read_bytes += num_bytes
         if self._is_over:
             raise CheckpointError("the run ends")
-
-    def _copy(self, mirror: Mirror, step: int) -> None:
-        try:
-            mirror.copy(step, keep=self._retention.kept)
-            failed, line = False, f"step {step} was copied to {mirror.folder}: it can be written again"
-        except (OSError, CheckpointError, ConfigError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            failed = True
-            line = f"step {step} was not copied to {mirror.folder}: {reason}; the next save tries again"
-        if failed != self._mirror_fails:
-            self._lines.append(line)
-        self._mirror_fails = failed
-
-    def recover(self, *, damaged: Collection[int] = ()) -> int:
-        """Bring the newest copy back, but none of the damaged steps, and say so; its number, -1 where there is none."""
-        reason = f"no {'intact ' if damaged else ''}checkpoint is left in {self._folder}"
-        for step in reversed(self._mirror.steps() if self._mirror else []):
-            if self._mirror and step not in damaged and self._bring_back(self._mirror, step, reason):
-                return step
-        return -1
-
-    def replace(self, step: int, reason: str) -> bool:
-        """Rename a damaged step and bring its copy back, and say so; False where there is no copy."""
-        # A copy with other arrays is of a line of steps that was given up.
-        if self._mirror is None or step not in self._mirror.steps() or not self._mirror.is_same(step):
-            return False
-        moved = directory.set_aside(self._folder, step, reason="corrupt")
-        if self._bring_back(self._mirror, step, f"{reason} (renamed to {moved.name})"):
-            return True
-        places.move(moved, self._folder / str(step))
-        return False
-
-    def _bring_back(self, mirror: Mirror, step: int, reason: str) -> bool:
-        try:
-            mirror.bring_back(step)
-        except (OSError, CheckpointError, ConfigError) as error:
-            self._report(f"{reason}, and its copy in {mirror.folder} cannot be used: {error}")
-            return False
-        self._report(f"{reason}: step {step} was copied back from {mirror.folder}")
-        return True

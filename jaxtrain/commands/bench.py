@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.bench.measure import PARTS, draw, measure
+from jaxtrain.bench.measure import PARTS, measure
 from jaxtrain.commands.shared import check_or_remark, own_code, print_table, print_text
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
@@ -16,7 +16,7 @@ from jaxtrain.runtime.terminal import print_remark
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Runs `jaxtrain bench`: measures a config and prints the results; writes JSON and a picture where asked for.
+    """Runs `jaxtrain bench`: measures a config and prints the results; writes JSON where it is asked for.
 
     Raises:
         ConfigError: the config cannot run, a part is not known, or a file cannot be written.
@@ -25,20 +25,14 @@ def run_bench(arguments: argparse.Namespace) -> int:
     wrong = [part for part in skip if part not in PARTS]
     if wrong:
         raise ConfigError(f"--skip {wrong[0]}: no such part; there are {', '.join(PARTS)}")
-    if "limits" in skip and "blocks" not in skip:
-        raise ConfigError("--skip limits: blocks are compared with the limits; add --skip blocks")
     loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
     loaded.check_described()
     check_or_remark(loaded)
     if loaded.config.parallel.auto:
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")
-    paths = [Path(arguments.json)] if arguments.json else []
-    folder = None if arguments.out is None else Path(arguments.out)
+    path = None if arguments.json is None else Path(arguments.json)
     try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            paths.append(folder / "bench.json")
-        for path in paths:
+        if path is not None:
             path.touch()  # before the measurements, which take minutes: a file that cannot be written is found here
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another path") from None
@@ -48,12 +42,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
     for title, header, rows in _tables(answer):
         print_text(f"\n{title}")
         print_table(header, rows)
-    for path in paths:
+    if path is not None:
         path.write_text(json.dumps(strict_json(answer), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         print_remark(f"wrote {path}")
-    if folder is not None:
-        draw(answer, folder / "bench.svg")
-        print_remark(f"wrote {folder / 'bench.svg'}")
     return 0
 
 
@@ -67,13 +58,6 @@ def _tables(answer: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
         rows.append(("memory", _shown(limits["memory"], 1e9, ",.1f", "GB/s")))
         rows.append(("sum over devices", _shown(limits["all_reduce"], 1e9, ",.1f", "GB/s")))
         yield f"{where}: limits", ("what", "measured"), rows
-    if answer["blocks"] is not None:
-        rows = []
-        for block in answer["blocks"]:
-            least = f"{block['roofline_seconds'] * 1e3:.3g} ms ({block['bound']})"
-            time, share = f"{block['seconds'] * 1e3:.3g} ms", f"{block['share_of_roofline']:.0%}"
-            rows.append((block["name"], str(block["count"]), time, least, share))
-        yield "blocks, forward and backward", ("block", "per step", "time", "roofline", "share"), rows
     rows = []
     if step is not None:
         rows += [

@@ -28,7 +28,7 @@ from jaxtrain.plan.search import (
     why_not,
 )
 from jaxtrain.plan.show import answer_lines, as_json, search_lines, table
-from jaxtrain.plan.targets import Target, parse_targets, with_network
+from jaxtrain.plan.targets import Target, parse_targets
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime.terminal import print_remark
 
@@ -62,12 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_or_remark(loaded)
     _check(loaded.config, arguments)
     targets = [_measured(target) for target in parse_targets(arguments.on, hardware, told=print_remark)]
-    if arguments.network is not None:
-        targets = [with_network(target, arguments.network) for target in targets]
     config = _with_tokens(loaded.config, arguments.tokens)
     plans = _Plans()
     for target in targets:
-        if arguments.search or arguments.vary or loaded.config.parallel.auto:
+        if arguments.search or loaded.config.parallel.auto:
             _search(plans, config, target, arguments)
         else:
             plans.estimates.append(_compiled(fitted_plan(config, target), arguments))
@@ -77,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.largest_batch:
         plans.batches += [_largest_batch(one, arguments) for one in plans.estimates]
     _print_answer(plans, arguments)
-    _write_files(plans, loaded, arguments)
+    if arguments.config_out is not None:
+        _write_config(_to_write(plans, loaded.config, arguments.tokens), Path(arguments.config_out), loaded)
     for line in dict.fromkeys(one.exact_missing or "" for one in plans.estimates):
         if "pip install" in line:
             print_remark(f"jaxtrain: the figures are analytic; {line}")
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(config: Config, arguments: argparse.Namespace) -> None:
     """Check that the options fit the config."""
     for option, given in {
-        "--search": arguments.search or arguments.vary,
+        "--search": arguments.search,
         "parallel.auto": config.parallel.auto,
         "--tokens": arguments.tokens is not None,
     }.items():
@@ -128,7 +127,7 @@ def _search(plans: _Plans, config: Config, target: Target, arguments: argparse.N
     """
     began = time.monotonic()
     # A plan of `parallel: auto` shows the layout that a run would choose.
-    vary = arguments.vary or (VARIED if arguments.search else VARIED_BY_AUTO)
+    vary = VARIED if arguments.search else VARIED_BY_AUTO
     parallel = config.parallel.model_copy(update={"auto": False})
     found = search(config.model_copy(update={"parallel": parallel}), target, vary=vary)
     print_remark(f"tried {found.tried} layouts of {target.name} in {time.monotonic() - began:.1f} s")
@@ -178,7 +177,7 @@ def _print_answer(plans: _Plans, arguments: argparse.Namespace) -> None:
         print_text("\n".join([*answer_lines(plans.estimates[names.index(name)]), ""]))
     for target, found in plans.found:
         print_text("\n".join([*search_lines(target, found, [*plans.estimates, *plans.rejected]), ""]))
-    print_text(table(plans.estimates, full=arguments.full))
+    print_text(table(plans.estimates))
     for batch in plans.batches:
         how, rows = "by compiling" if batch["checked_by"] == "compiler" else "analytic", batch["rows"]
         largest = (
@@ -191,7 +190,7 @@ def _search_json(target: Target, found: Found) -> dict[str, object]:
     """A search in numbers, with units in their names; no time where none is known."""
     ranking = [
         {
-            "layout": describe_layout(one.config, found.vary),
+            "layout": describe_layout(one.config),
             "step_seconds": None if one.time is None else one.time.seconds,
             "rows_per_second": one.rows_per_second,
             "memory_bytes": one.memory.total_bytes,
@@ -200,20 +199,6 @@ def _search_json(target: Target, found: Found) -> dict[str, object]:
     ]
     fit = len(found.ranked)
     return {"target": target.name, "tried": found.tried, "fit": fit, "reasons": why_not(found), "ranking": ranking}
-
-
-def _write_files(plans: _Plans, loaded: Loaded, arguments: argparse.Namespace) -> None:
-    """Write the page of `--html` and the config of `--config`, where they are asked for."""
-    if arguments.html is not None:
-        from jaxtrain.plan.page import write_page
-
-        with writes("--html"):
-            compiled = [*plans.estimates, *plans.rejected]
-            lines = [search_lines(target, found, compiled) for target, found in plans.found]
-            write_page(plans.estimates, Path(arguments.html), searches=lines)
-        print_remark(f"wrote {arguments.html}")
-    if arguments.config_out is not None:
-        _write_config(_to_write(plans, loaded.config, arguments.tokens), Path(arguments.config_out), loaded)
 
 
 def _to_write(plans: _Plans, asked: Config, tokens: float | None) -> Estimate | None:

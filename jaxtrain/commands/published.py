@@ -27,14 +27,14 @@ def run_export(arguments: argparse.Namespace) -> int:
     unused, made = ("batch",), "a published folder"
     published = is_published(run_dir) and not is_run(Path(run_dir))
     if arguments.to == "stablehlo":
-        unused, made = ("dtype", "max_shard_size", "merge", "base"), "a program"
+        unused, made = ("dtype", "max_shard_size", "merge"), "a program"
     elif published:
         unused, made = ("batch", "merge", "step"), "a copy of a published model"
     for name in unused:
         if getattr(arguments, name) not in (None, False):
             raise ConfigError(f"--{name.replace('_', '-')} does not apply to {made}; leave it out")
     distributed.start(emulate=arguments.emulate, compilation_cache=None)
-    weights = {"dtype": arguments.dtype, "base": arguments.base, "max_shard_size": arguments.max_shard_size or "5GB"}
+    weights = {"dtype": arguments.dtype, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":
         folder = export_program(run_dir, output, batch=arguments.batch, step=arguments.step)
     elif published:

@@ -133,7 +133,8 @@ def serve(arguments: argparse.Namespace) -> int:
         listen(taken)
         address = address_of(taken)
         print_remark(f"{served.sharded_model!r}")
-        print_remark(f"model {served.name!r}: {service.summary}; compiled in {time.monotonic() - began:.1f} s")
+        summary = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
+        print_remark(f"model {served.name!r}: {summary}; compiled in {time.monotonic() - began:.1f} s")
         print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
 
         def say_ready() -> None:
@@ -142,5 +143,5 @@ def serve(arguments: argparse.Namespace) -> int:
         try:
             serve_app(build_app(service, host=arguments.host), taken, when_ready=say_ready)
         finally:
-            service.close()
+            service.engine.close()
     return 0

@@ -42,8 +42,6 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CODES",
         help="exit codes that restart the job; default: 70,75 (137: a process was killed)",
     )
-    add("--mtbf-hours", type=float, metavar="H", help="mean hours between failures; sets the save interval")
-    add("--save-seconds", type=float, metavar="S", help="seconds per save; default: as measured in the run directory")
     add_each = functools.partial(add, action="append", default=[])
     add_each("--setup", metavar="LINE", help="shell line to run first, as in 'source .venv/bin/activate'; may repeat")
     add_each("--sbatch", metavar="OPTION", help="extra sbatch option, as in --sbatch=--exclusive; may repeat")
@@ -59,16 +57,9 @@ def submit_slurm(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the config or an option is wrong, or Slurm refused the job.
     """
-    from jaxtrain.submit.training import job_training, save_interval
+    from jaxtrain.submit.training import job_training
 
-    overrides, run_dir = list(arguments.overrides), arguments.run_dir
-    if arguments.mtbf_hours is not None:
-        hours = arguments.mtbf_hours
-        minutes, source = save_interval(
-            arguments.config, overrides, run_dir=run_dir, save_seconds=arguments.save_seconds, mtbf_hours=hours
-        )
-        overrides.append(f"checkpoint.every_minutes={minutes:g}")
-        print_remark(f"jaxtrain: {overrides[-1]} by Young's formula, from {source} and {hours:g} h between failures")
+    overrides, run_dir = arguments.overrides, arguments.run_dir
     job = SlurmJob(**{**_values(SlurmJob, arguments), "folder": Path.cwd(), "output": Path()})
     emulate = arguments.emulate
     per_node = num_gpus(job) if emulate is None else job.tasks_per_node * emulate

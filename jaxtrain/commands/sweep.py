@@ -1,10 +1,8 @@
-"""`jaxtrain sweep`: trains a config with every combination of some values, or with random ones. No jax here."""
+"""`jaxtrain sweep`: trains a config with every combination of some values. No jax here."""
 
 import argparse
 import itertools
 import json
-import math
-import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -38,8 +36,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         ConfigError: a setting is wrong, or the directory holds another sweep.
     """
     config = arguments.config
-    drawn = draw_trials(arguments.overrides, arguments.trials, arguments.random)
-    trials = [[f"{key}={value}" for key, value in trial.items()] for trial in drawn]
+    trials = all_trials(arguments.overrides)
     # Every mistake in a setting is reported before anything starts.
     loaded = [load_config(config, overrides=trial) for trial in trials]
     stores = [store for one in loaded if (store := one.config.checkpoint.directory) is not None]
@@ -55,33 +52,21 @@ def sweep(arguments: argparse.Namespace) -> int:
     return PreemptedError.exit_code if signals.asked.is_set() else 0 if 0 in codes else codes[-1]
 
 
-def draw_trials(words: Sequence[str], num_trials: int | None, seed: int | None) -> list[dict[str, str]]:
-    """The settings of each trial; those of trial i depend on the seed and i alone.
-
-    Args:
-        words: `key=value` for all trials, `key=v1,v2` or `key=low..high[:log]` for what differs between them.
-        num_trials: number of trials; None: all combinations.
-        seed: draw the values at random with this seed; None: 0 where there are ranges, else all combinations.
+def all_trials(words: Sequence[str]) -> list[list[str]]:
+    """The settings of each trial: every combination of the values of `key=v1,v2`, in the order of the words.
 
     Raises:
-        ConfigError: a word cannot be read, or it is not said how many values of a range are drawn.
+        ConfigError: a word cannot be read, or a key is given twice.
     """
-    choices: dict[str, list[str] | tuple[str, str, bool]] = {}
+    choices: dict[str, list[str]] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not key or not equals:
-            raise ConfigError(f"cannot read {word!r}; write key=value, key=v1,v2 or key=low..high")
+            raise ConfigError(f"cannot read {word!r}; write key=value or key=v1,v2")
         if key in choices:
             raise ConfigError(f"{key} is given twice; write it once, as in {key}=v1,v2")
-        choices[key] = _read_range(word, text) or _split(text)
-    lists = [one for one in choices.values() if isinstance(one, list)]
-    is_grid = seed is None and len(lists) == len(choices)
-    if num_trials is None and not is_grid:
-        raise ConfigError("values are random; set their number: --trials 20")
-    if is_grid:
-        return [dict(zip(choices, one, strict=True)) for one in itertools.product(*lists)][:num_trials]
-    generators = [random.Random(f"{seed or 0}/{index}") for index in range(num_trials or 0)]
-    return [{key: _draw(one, each) for key, one in choices.items()} for each in generators]
+        choices[key] = [f"{key}={value}" for value in _split(text)]
+    return [list(trial) for trial in itertools.product(*choices.values())]
 
 
 def _split(text: str) -> list[str]:
@@ -93,34 +78,6 @@ def _split(text: str) -> list[str]:
     except yaml.YAMLError:
         return [text]  # the error of the value names it whole
     return [text[one.start_mark.index - 1 : one.end_mark.index - 1] for one in node.value] or [text]
-
-
-def _read_range(word: str, text: str) -> tuple[str, str, bool] | None:
-    """The bounds of `low..high[:log]`; None where the text is no range."""
-    bounds, _, scale = text.partition(":")
-    low, _, high = bounds.partition("..")
-    try:
-        first, last = float(low), float(high)
-    except ValueError:
-        return None
-    if scale not in ("", "log") or not -math.inf < first < last < math.inf or (scale and first <= 0):
-        raise ConfigError(f"{word} is not a range; write low..high, or low..high:log above 0, as in 1e-4..1e-2:log")
-    return low, high, scale == "log"
-
-
-def _draw(choice: list[str] | tuple[str, str, bool], generator: random.Random) -> str:
-    if isinstance(choice, list):
-        return generator.choice(choice)
-    low, high, is_log = choice
-    is_whole = low.lstrip("-").isdigit() and high.lstrip("-").isdigit()
-    # Every whole number has the cell that rounds to it; without this the bounds would have half of theirs.
-    margin = 0.5 if is_whole else 0.0
-    first, last = float(low) - margin, float(high) + margin
-    value = math.exp(generator.uniform(math.log(first), math.log(last))) if is_log else generator.uniform(first, last)
-    if is_whole:
-        return str(min(max(round(value), int(low)), int(high)))
-    # Six digits read well, and may lie outside of a range that is narrower than they are.
-    return str(min(max(float(f"{value:.6g}"), first), last))
 
 
 def _check_same(folder: Path, trial: Mapping[str, object]) -> None:

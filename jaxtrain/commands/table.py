@@ -235,11 +235,6 @@ def _pages() -> None:
     )
     add("--max-shard-size", metavar="SIZE", help="largest size of a file; default: 5GB")
     add("--merge", action="store_true", help="merge the adapters into the base and write the whole model")
-    add(
-        "--base",
-        choices=("nf4",),
-        help="write linear layers in 4 bits, in the format of bitsandbytes",
-    )
     add_shared(parser, "--step", "--emulate")
 
     parser = _verb("report", "redraw a run's report, or compare several runs or a sweep", "runs.report")
@@ -253,11 +248,9 @@ def _many() -> None:
     parser.example = "sweep quickstart optimizer.learning_rate=1e-4,1e-3 train.steps=100 --run-dir runs/rates"
     add = parser.add_argument
     add("config", metavar="CONFIG", help="shipped name (quickstart, ...) or YAML file")
-    add("overrides", metavar="key=value", nargs="+", help="a value for all trials, or v1,v2 or low..high[:log] to vary")
+    add("overrides", metavar="key=value", nargs="+", help="a value for all trials, or v1,v2: every combination")
     add("--run-dir", metavar="DIR", help="sweep directory; default: runs/<name>-sweep")
-    add("--trials", type=count, metavar="N", help="number of trials; default: all combinations")
     add("--jobs", type=process_count, default=1, metavar="N", help="trials to run at a time; default: 1")
-    add("--random", type=step_number, metavar="SEED", help="seed of random values; default: 0 if a key has a range")
 
     parser = _verb("launch", "run a command in several processes on this machine, as a cluster does", "launch.launch")
     parser.example = "launch --processes 2 --emulate 4 -- train quickstart train.steps=20"
@@ -305,31 +298,20 @@ def _planning() -> None:
     compiling("--analytic", action="store_true", help="use formulas only, even if the compiler is installed")
     compiling("--exact", action="store_true", help="fail if no compiler can check the figures")
     add("--search", action="store_true", help="try every layout, and rank those that fit by step time")
-    add(
-        "--vary",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="WHAT",
-        help="what --search varies: mesh,zero,remat,microbatches,schedule (default), batch",
-    )
     add("--largest-batch", action="store_true", help="find the largest global batch that fits")
     add("--tokens", type=tokens, metavar="N", help="print the cost of training on N tokens, as in 15T or 1.5B")
-    add("--network", metavar="RATE", help="rate per device between nodes: 400Gb (bits/s) or 50GB (bytes/s)")
-    add("--full", action="store_true", help="print the whole table: time by block and link, energy")
-    add("--html", metavar="FILE", help="write an HTML page with charts to FILE")
     add("--config", dest="config_out", metavar="FILE", help="write the best plan's config to FILE")
     add_shared(parser, "--json")
 
     parser = _verb(
         "bench", "measure this machine, and how much of its speed a config's training step reaches", "bench.run_bench"
     )
-    parser.example = "bench bench_cpu --out runs/bench"
+    parser.example = "bench bench_cpu --json bench.json"
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", default="bench_cpu", help="shipped name or file; default: bench_cpu")
     add_shared(parser, "overrides")
     add("--json", metavar="FILE", help="write all measurements to FILE")
-    add("--out", metavar="DIR", help="write bench.json and a chart, bench.svg, to DIR")
-    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,blocks,step")
+    add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,step")
     add_shared(parser, "--emulate")
 
 

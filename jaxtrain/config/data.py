@@ -1,12 +1,10 @@
 """Settings of the data sources: one class per kind, with tokenizer, conversations and hidden tokens. No jax here."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from jaxtrain.config.base import Call, Count, Group, Positive, PositiveInt, Ratio, Share, SomeNames, kind_or
-from jaxtrain.errors import DataError
 
 # The path that names the conversations made from the documentation that every Python carries.
 PYTHON_DOCS = "python_docs"
@@ -50,21 +48,6 @@ class MaskCorruption(Group):
     """Probability that a token is chosen (special ones never): of these, 80 % become the mask, 10 % a random token."""
 
 
-class SpanCorruption(Group):
-    """Replaces spans of tokens by one sentinel each; a decoder predicts the spans (T5)."""
-
-    kind: Literal["spans"] = "spans"
-    noise_density: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Fraction of the tokens that are in spans."""
-    mean_span_length: Annotated[float, Field(ge=1, le=1e6)] = 3.0
-    """Mean number of tokens per span."""
-    decoder_start: Count = 0
-    """Token before the first one that a decoder writes; that of the model (model.start_token)."""
-
-
-Corruption = Annotated[MaskCorruption | SpanCorruption, Field(discriminator="kind")]
-
-
 class _Tokens(Group):
     """The settings of all sources whose rows are tokens."""
 
@@ -75,8 +58,8 @@ class _Tokens(Group):
 class _Hidden(_Tokens):
     """The settings of sources whose tokens can be hidden."""
 
-    corruption: Annotated[Corruption | None, kind_or("mask")] = None
-    """What is hidden: mask for task=masked_language_modeling, spans for sequence_to_sequence; null: none."""
+    corruption: MaskCorruption | None = None
+    """What is hidden, for task=masked_language_modeling: {kind: mask}; null: none."""
 
 
 class Stored(Group):
@@ -349,50 +332,11 @@ DataConfig = Annotated[
 ]
 
 
-def sentinel_name(k: int) -> str:
-    """Returns the name of sentinel k, which stands for the k-th span of a row."""
-    return f"<extra_id_{k}>"
-
-
 def added_tokens(config: Group) -> tuple[str, ...]:
     """Returns the special tokens that a data group adds to a tokenizer that is made here, in the order of their ids."""
-    corruption: Corruption | None = getattr(config, "corruption", None)
-    if isinstance(config, LabelledTextData | TaggedTextData) or isinstance(corruption, MaskCorruption):
+    is_masked = getattr(config, "corruption", None) is not None
+    if isinstance(config, LabelledTextData | TaggedTextData) or is_masked:
         return ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-    if isinstance(config, TextPairData) or isinstance(corruption, SpanCorruption):
-        return ("<pad>", "</s>", *(sentinel_name(k) for k in reversed(range(NUM_SENTINELS))))
+    if isinstance(config, TextPairData):
+        return ("<pad>", "</s>", *(f"<extra_id_{k}>" for k in reversed(range(NUM_SENTINELS))))
     return ("<pad>", TURN_BEGINS, TURN_ENDS) if isinstance(config, ChatData) else ()
-
-
-@dataclass(frozen=True)
-class SpanSizes:
-    """Sizes of a row whose inputs are full; the lengths hold a sentinel per span, and the end."""
-
-    num_tokens: int
-    num_noise: int
-    num_spans: int
-    inputs_length: int
-    targets_length: int
-
-
-def span_sizes(corruption: SpanCorruption, sequence_length: int) -> SpanSizes:
-    """Finds the number of tokens whose corrupted inputs fill a row of so many tokens; a DataError where there is none.
-
-    Source: Raffel et al. 2020, section 3.1.4; inputs of 512 tokens are made of 568, and have targets of 114.
-    """
-    found, tokens = None, 2
-    while (sizes := _sizes(corruption, tokens)).inputs_length <= sequence_length:
-        found, tokens = sizes, tokens + 1
-    if found is None or found.inputs_length != sequence_length:
-        near = "at least 3" if found is None else str(found.inputs_length)
-        raise DataError(
-            f"data.sequence_length={sequence_length} cannot be filled with spans of data.corruption; set it to {near}"
-        )
-    return found
-
-
-def _sizes(corruption: SpanCorruption, tokens: int) -> SpanSizes:
-    noise = min(max(round(tokens * corruption.noise_density), 1), tokens - 1)
-    # Every span is followed, and preceded, by at least one token that is kept.
-    spans = min(max(round(noise / corruption.mean_span_length), 1), noise, tokens - noise)
-    return SpanSizes(tokens, noise, spans, tokens - noise + spans + 1, noise + spans + 1)

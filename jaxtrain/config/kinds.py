@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.base import Call
-from jaxtrain.config.data import CalledData, ChatData, MaskCorruption, gives_pairs
+from jaxtrain.config.data import CalledData, ChatData, gives_pairs
 from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
 from jaxtrain.config.schema import Config, FinetuneConfig, LossConfig
 from jaxtrain.errors import ConfigError
@@ -90,13 +90,11 @@ def check_freeze(finetune: FinetuneConfig, freeze: Sequence[str]) -> None:
 
 def row_form(config: Config) -> str:
     """What the rows of a config's own data are, in words: a key of `_TAKEN`."""
-    data, corruption = config.data, getattr(config.data, "corruption", None)
+    data = config.data
     if isinstance(data, ChatData):
         return "pairs of answers" if gives_pairs(data, config.task) else "tokens"
     form = _FORMS.get(data.kind, "tokens" if getattr(data, "task", None) == "tokens" else "examples")
-    if form != "tokens" or corruption is None:
-        return form
-    return "masked tokens" if isinstance(corruption, MaskCorruption) else "pairs of texts"
+    return "masked tokens" if form == "tokens" and getattr(data, "corruption", None) is not None else form
 
 
 def gives_tokens(config: Config) -> bool:
@@ -133,14 +131,13 @@ def _wrong_rows(config: Config, *, own_task: bool) -> Iterator[str]:
     form, source = row_form(config), f"data.kind={data.kind}"
     tasks, models = _TAKEN[form]
     if not isinstance(task, Call) and task not in tasks:
-        hidden = {"masked_language_modeling": "mask", "sequence_to_sequence": "spans"}.get(task)
-        other = f"data.corruption.kind={hidden} or " if form == "tokens" and hidden else ""
+        other = "data.corruption.kind=mask or " if form == "tokens" and task == "masked_language_modeling" else ""
         yield f"task={task}, but {source} gives {form}; set {other}task={' or '.join(tasks)}"
     if data.kind == "table" and data.task not in (None, task) and not own_task:
         yield f"task={task}, but data.task={data.task}; set both to {data.task}, or leave data.task out"
     if not isinstance(model, CalledModel) and model.kind not in models:
         yield f"model.kind={model.kind} does not take the {form} of {source}; use model.kind={' or '.join(models)}"
-    start = getattr(getattr(data, "corruption", None) or data, "decoder_start", None)
+    start = getattr(data, "decoder_start", None)
     if start is not None and getattr(model, "start_token", start) != start:
         yield f"decoder_start of the data is {start}; set model.start_token={start}"
 

@@ -14,10 +14,10 @@ from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
 # Key of a model group -> value.
 Size = dict[str, object]
 
-GATED = ("swiglu", "geglu", "clamped_swiglu")
+GATED = ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 """Activations that multiply the activated gate with a second linear layer."""
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "clamped_swiglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "geglu_exact", "clamped_swiglu"]
 
 TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
@@ -78,8 +78,10 @@ class HeadConfig(Group):
     """Activation of a hidden layer before the output; null: no layer (masked_language_model: gelu_exact and a norm)."""
     dropout: Fraction = 0.0
     """Dropout rate of the output layer's inputs."""
-    bias: bool = True
-    """Add biases to the layers of the head."""
+    hidden_norm: bool = False
+    """Normalize the output of the hidden layer, as a masked_language_model always does (ModernBERT)."""
+    bias: bool | Literal["output"] = True
+    """Add biases to the layers and norms of the head; or to its last layer alone (output: ModernBERT)."""
     normalize: bool = False
     """Divide an embedding by its Euclidean norm."""
 
@@ -92,6 +94,12 @@ class HeadConfig(Group):
     def is_pooled(self) -> bool:
         """Whether there is one output per text."""
         return self.kind in ("sequence", "regression", "embedding")
+
+    @model_validator(mode="after")
+    def _norm_has_its_layer(self) -> Self:
+        if self.hidden_norm and self.hidden is None:
+            raise ValueError("head.hidden_norm is of the layer that head.hidden adds; set head.hidden, as gelu_exact")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -331,11 +339,13 @@ class TransformerConfig(_Blocks):
     attention_sinks: bool = False
     """Attention sinks: add a learned score per head to the softmax, whose value is 0 (gpt-oss)."""
     activation: Activation = "swiglu"
-    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
+    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, those in _exact by the error function)."""
     embedding_scale: Positive | None = None
     """Factor of the token embeddings (Gemma: sqrt(embed_dim)); null: 1."""
-    embedding_norm: bool = False
-    """Normalize the sum of the embeddings (BERT)."""
+    embedding_width: PositiveInt | None = None
+    """Width of the embeddings, which a linear layer maps to embed_dim (ELECTRA small: 128); null: embed_dim."""
+    embedding_norm: bool | Literal["first_layer"] = False
+    """Normalize the sum of the embeddings (BERT); first_layer: by the norm of its attention's input (ModernBERT)."""
     token_types: Count = 0
     """Number of learned embeddings of token types (BERT: 2, the two texts of a pair); 0: none."""
     logits_softcap: Positive | None = None
@@ -374,6 +384,16 @@ class TransformerConfig(_Blocks):
     def has_output_layer(self) -> bool:
         """Whether the model has logits of the vocabulary, by its embedding or by an output layer of its own."""
         return self.head_kind in ("language_model", "masked_language_model")
+
+    @property
+    def table_width(self) -> int:
+        """Width of the embeddings, with the default of `embedding_width` filled in."""
+        return self.embedding_width or self.embed_dim
+
+    @property
+    def output_width(self) -> int:
+        """Width of what the output layer takes: of the embeddings, where a head for masked tokens leads back to it."""
+        return self.table_width if self.head_kind == "masked_language_model" else self.embed_dim
 
     @property
     def shared(self) -> "TransformerConfig | None":
@@ -423,6 +443,7 @@ class TransformerConfig(_Blocks):
         head, moe = self.head, self.experts is not None
         too_many = self.experts is not None and self.experts.experts_per_token > self.experts.num_experts
         patterned = self.local_layers is not None or self.rope_layers is not None
+        patterned |= self.embedding_norm == "first_layer"
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
@@ -434,13 +455,19 @@ class TransformerConfig(_Blocks):
             "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
             "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
-            "experts.dense_layers have no place in a pattern; leave local_layers and rope_layers out": patterned
+            "experts.dense_layers go with neither local_layers, rope_layers nor embedding_norm: first_layer": patterned
             and self.leading is not None,
             "latent attention has head_dim = nope_dim + rope_dim of at least value_dim, as many heads of keys as of "
             "queries, and no qk_norm, biases or rotary_fraction": self.latent is not None
             and not self._latent_fits(self.latent),
             "sliding_window applies to all layers, local_layers to some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
+            "embedding_norm=first_layer is a norm of the inputs of attention alone; set block: pre": (
+                self.embedding_norm == "first_layer" and self.block != "pre"
+            ),
+            "embeddings of embedding_width are no output layer of width embed_dim; set tie_embeddings: false": (
+                self.tie_embeddings and self.has_output_layer and self.table_width != self.output_width
+            ),
         }
         for reason, is_so in refused.items():
             if is_so:
@@ -468,7 +495,7 @@ class EncoderDecoderConfig(_Blocks):
     norm_epsilon: Ratio = 1e-6
     """Added to the variance in each normalization."""
     activation: Activation = "geglu"
-    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, gelu_exact by the error function)."""
+    """Nonlinearity of the MLP (gelu and geglu in the tanh form of GPT-2, those in _exact by the error function)."""
     bias: bool = False
     """Add biases to linear layers and LayerNorm."""
     start_token: Count = 0
@@ -547,7 +574,7 @@ class ViTConfig(Published):
         """The transformer whose blocks these are, for images of this height and width; its vocabulary means nothing."""
         same = ("num_layers", "embed_dim", "num_heads", "norm_epsilon", "activation", "dropout", "attention")
         fixed = dict(vocab_size=1, position="learned", norm="layernorm", bias=True, causal=False)
-        values = {name: getattr(self, name) for name in same} | fixed
+        values = {name: getattr(self, name) for name in same} | fixed | dict(head=self.head)
         return TransformerConfig(**values, mlp_dim=self.mlp_width, max_sequence_length=self.num_tokens(image_size))
 
     @model_validator(mode="after")

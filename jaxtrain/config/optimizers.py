@@ -87,8 +87,6 @@ class MuonDirection(Group):
     kind: Literal["muon"] = "muon"
     momentum: Fraction = 0.95
     """Decay of the momentum of matrices."""
-    adamw: Names = ()
-    """Matrices that AdamW updates in addition to embeddings and output layers; path patterns such as 'head/*'."""
     b1: Fraction = 0.9
     """Decay of AdamW's first moment."""
     b2: Fraction = 0.95

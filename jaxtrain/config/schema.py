@@ -173,12 +173,10 @@ class CheckpointConfig(Group):
     """Also keep the checkpoint with the lowest eval_loss, or the best evaluation.early_stopping.metric."""
     directory: str | None = None
     """Where checkpoints are: a folder, gs://bucket/name or s3://bucket/name; null: in the run directory."""
-    mirror: str | None = None
-    """Folder (or gs://, s3://) for a second copy, in a subfolder named as the run directory; null: no copy."""
     max_failed_in_a_row: PositiveInt = 3
     """Stop (exit code 1) after this many failed saves in a row (no space, for example)."""
 
-    @field_validator("directory", "mirror")
+    @field_validator("directory")
     @classmethod
     def _is_a_place(cls, place: str | None) -> str | None:
         try:
@@ -265,13 +263,6 @@ class SpikesConfig(Group):
     """Number of accepted steps to compare with; the first half window of a run is always accepted."""
     sigmas: Positive = 6.0
     """A spike is more than this many standard deviations above the mean of the window."""
-
-
-class ChecksConfig(Group):
-    """Checks that find devices with silent data corruption (docs/reliability.md)."""
-
-    replicas_every: PositiveInt | None = None
-    """Steps between comparisons of all copies of replicated arrays, bit for bit; null: never."""
 
 
 # A year: whoever wants no limit at all turns the watchdog off.
@@ -414,8 +405,6 @@ class Config(Group):
     """Where metrics are written."""
     spikes: SpikesConfig | None = None
     """Skip steps whose loss or gradient norm is a spike ({}: with the defaults); null: never."""
-    checks: ChecksConfig | None = None
-    """Checks that find faulty devices ({replicas_every: 1000}); null: none."""
     profile: ProfileConfig = ProfileConfig()
     """Steps to record with the profiler."""
     watchdog: WatchdogConfig | None = None

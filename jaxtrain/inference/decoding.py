@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import decoder_of, padded_prompts
-from jaxtrain.inference.sampling import RowSampling, Sampling, bias_rows, choose_rows, row_sampling
+from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, row_sampling
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Model, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -35,12 +35,10 @@ class RowRules:
     Attributes:
         sampling: of each row.
         stop_N: int32, tokens that end a row; -1 fills it up.
-        bias_BV: float32, added to the logits; None: nothing is added.
     """
 
     sampling: RowSampling
     stop_N: Any
-    bias_BV: Any
 
 
 @jax.tree_util.register_dataclass
@@ -185,7 +183,7 @@ def generation_pieces(
         )
     prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
     form = DecodingForm(new_tokens, any(one.counts_tokens for one in samplings), writing.cache_dtype)
-    rules = row_rules(samplings, seeds, writing.stop_tokens, model)
+    rules = row_rules(samplings, seeds, writing.stop_tokens)
     start, advance = _compiled(sharded_model, form)
     with sharded_model.context():
         params = cast_params(sharded_model, params)
@@ -291,14 +289,11 @@ def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mes
     return advance
 
 
-def row_rules(
-    samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int], model: Model
-) -> RowRules:
+def row_rules(samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int]) -> RowRules:
     """What the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     stops = sorted(stop_tokens)
     stops += [-1] * (-len(stops) % _STOPS or _STOPS * (not stops))
-    bias_BV = bias_rows(samplings, model.vocab_size or 0)
-    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32), bias_BV)
+    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32))
 
 
 def _empty(cache: Any, prompts_BP: jax.Array, lengths_B: jax.Array, vocabulary: int, form: DecodingForm) -> Decoding:
@@ -329,7 +324,6 @@ def _extended(texts: Decoding, logits_BV: jax.Array, rules: RowRules) -> Decodin
         texts.lengths_B + texts.written,
         prompt_counts_SV=texts.prompt_counts_BV,
         output_counts_SV=texts.output_counts_BV,
-        bias_SV=rules.bias_BV,
     )
     going_B = ~texts.done_B
     tokens_B, counts_BV = jnp.where(going_B, chosen_B, 0), texts.output_counts_BV

@@ -20,7 +20,7 @@ from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, encode_all
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.decoding import Writing, generation_pieces
 from jaxtrain.inference.generate import TextStream
-from jaxtrain.inference.prompts import SpecialTokens, decoder_of, text_ends, tokens_around
+from jaxtrain.inference.prompts import SpecialTokens, decoder_of, text_ends, tokens_before
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -114,7 +114,7 @@ def task_tokens(tokenizer: BpeTokenizer | ByteTokenizer, special: SpecialTokens,
         tokenizer, special: of the model.
         form: of the chats in which the tasks ask; None: they ask in plain texts.
     """
-    leading = tokens_around(tokenizer)[0] if special.added else ()
+    leading = tokens_before(tokenizer) if special.added else ()
     begin = tokenizer.token_id(special.named.get("bos_token", ""))
     known = begin if begin is not None else next(iter(special.stop), tokenizer.end_of_text)
     prefix, stop = _NEWLINE if known is None else known, frozenset(text_ends(tokenizer, special, form))

@@ -51,9 +51,7 @@ class Served:
         model_state: what changes without a gradient.
         tokenizer: between texts and ids.
         chat: how conversations are written; None: the model has no chat template.
-        embeds: whether it gives an embedding per text, and no text.
         created: when it was opened, seconds since 1970.
-        max_length: positions that the model has; None: it does not say.
         special: what is known of its special tokens.
         step: of the checkpoint of a run; None: it is no run.
     """
@@ -64,9 +62,7 @@ class Served:
     model_state: ModelState = field(repr=False)
     tokenizer: BpeTokenizer | ByteTokenizer
     chat: ChatFormat | None
-    embeds: bool
     created: int
-    max_length: int | None = None
     special: SpecialTokens = NOTHING_SPECIAL
     step: int | None = None
 
@@ -132,14 +128,11 @@ def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
     return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)
 
 
-def tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that the tokenizer's file puts before a text (a beginning of text), and those after it."""
-    if not isinstance(tokenizer, BpeTokenizer):
-        return (), ()
-    entries = [entry for entry, _ in tokenizer.frame(pair=False)]
+def tokens_before(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special tokens that the tokenizer's file puts before a text (a beginning of text)."""
+    entries = [entry for entry, _ in tokenizer.frame(pair=False)] if isinstance(tokenizer, BpeTokenizer) else []
     place = entries.index("first") if "first" in entries else 0
-    before, after = entries[:place], entries[place + 1 :]
-    return tuple(one for one in before if isinstance(one, int)), tuple(one for one in after if isinstance(one, int))
+    return tuple(one for one in entries[:place] if isinstance(one, int))
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
@@ -172,7 +165,7 @@ def encode_prompts(
         encoded, end = [framing.framed(ids) for ids in given], framing.end
         given = [[] for _ in given]
     elif add_special_tokens:
-        encoded = [[*tokens_around(tokenizer)[0], *ids] for ids in given]
+        encoded = [[*tokens_before(tokenizer), *ids] for ids in given]
     start = tokenizer.end_of_text or 0
     tokens = [np.array(ids or [start], np.int32) for ids in encoded]
     return EncodedPrompts(tokens, given, frozenset(() if end is None else (end,)))

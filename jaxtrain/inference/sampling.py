@@ -4,7 +4,7 @@ Shapes: S rows, V vocabulary, T alternatives that are reported.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 class Sampling:
     """How the next token is chosen.
 
-    The logits are changed in this order: penalties and `logit_bias`, then the temperature, then `top_k`, `top_p` and
+    The logits are changed in this order: penalties, then the temperature, then `top_k`, `top_p` and
     `min_p`, each on what the one before it left.
 
     Attributes:
@@ -34,7 +34,6 @@ class Sampling:
             multiplied (Keskar et al. 2019); 1: no penalty.
         presence_penalty: subtracted from the logits of tokens that the output has, -2 to 2.
         frequency_penalty: subtracted from the logit of a token once per time that the output has it, -2 to 2.
-        logit_bias: (token, number that is added to its logit); a dict is taken too.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -54,7 +53,6 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
@@ -70,9 +68,6 @@ class Sampling:
         for name, fits, use in table:
             if not fits:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use {use}")
-        # A frozen record that programs are kept by has to be hashable, whatever it was made of.
-        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple((int(token), float(number)) for token, number in bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -130,23 +125,6 @@ def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int]) -> RowSamp
     )
 
 
-def bias_rows(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray | None:
-    """What is added to the logits of each row: float32 [S, V]; None where no row has a bias.
-
-    Raises:
-        ConfigError: a token that the vocabulary does not have.
-    """
-    if not any(one.logit_bias for one in samplings):
-        return None
-    bias_SV = np.zeros((len(samplings), vocab_size), np.float32)
-    for row, one in enumerate(samplings):
-        for token, number in one.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise ConfigError(f"logit_bias names token {token}; the vocabulary has 0 to {vocab_size - 1}")
-            bias_SV[row, token] += number
-    return bias_SV
-
-
 def choose_rows(
     logits_SV: jax.Array,
     rows: RowSampling,
@@ -154,7 +132,6 @@ def choose_rows(
     *,
     prompt_counts_SV: jax.Array | None,
     output_counts_SV: jax.Array | None,
-    bias_SV: jax.Array | None,
 ) -> jax.Array:
     """The next token of each row.
 
@@ -167,7 +144,6 @@ def choose_rows(
         positions_S: int32, index of the chosen token in the row's text (the prompt's length for the first one).
         prompt_counts_SV: int32, how often the prompt has each token; None: no row has a penalty.
         output_counts_SV: int32, how often the output has each token; None: no row has a penalty.
-        bias_SV: float32, added to the logits; None: nothing is added.
 
     Returns:
         int32 [S].
@@ -175,8 +151,6 @@ def choose_rows(
     logits_SV = logits_SV.astype(jnp.float32)
     if prompt_counts_SV is not None and output_counts_SV is not None:
         logits_SV = _penalized(logits_SV, rows, prompt_counts_SV, output_counts_SV)
-    if bias_SV is not None:
-        logits_SV = logits_SV + bias_SV
     greedy_S = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
     sampled = rows.temperature > 0
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.arguments import check_choice
 from jaxtrain.config.base import Group
 from jaxtrain.config.published import settings_of
-from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
+from jaxtrain.interop.formats.hub import published_place
 from jaxtrain.interop.read import Places, PublishedModel, by_path, find_places, open_published, read_places
 from jaxtrain.interop.write import Form, Origin, saved_dtypes, write_published
 from jaxtrain.layout.sharding import path_name
@@ -49,11 +48,6 @@ class Pretrained:
 
     def __repr__(self) -> str:
         return f"Pretrained {str(self.path)!r}: family {self.published.family.name}, model {self.model.name}"
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """The file with its tokenizer (tokenizer.json, or the GGUF file); None where there is none."""
-        return tokenizer_origin(self.path)
 
     @cached_property
     def _read_here(self) -> tuple[Params, ModelState]:
@@ -134,7 +128,6 @@ def save_pretrained(
     model_state: ModelState | None = None,
     dtype: str | None = None,
     max_shard_size: str = "5GB",
-    base: str | None = None,
 ) -> Path:
     """Write parameters as a published folder, which other tools open.
 
@@ -146,16 +139,12 @@ def save_pretrained(
         model_state: Batch statistics and the like, where the model has them.
         dtype: float32, float16 or bfloat16; None: that of the published model, else float32.
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
-        base: "nf4": linear layers are written as bitsandbytes does in 4 bits, and transformers and `load_pretrained`
-            read them. Floats are rounded to `dtype` and then quantized, nf4 kernels (`quantize`, `adapt`) are written
-            as they are. None: all is written in floats.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The folder is not empty, no published family has this model, an argument is out of range, or a
-            layer cannot be written in nf4.
+        ConfigError: The folder is not empty, no published family has this model, or an argument is out of range.
 
     Example:
         >>> params, _ = text_model.init(jax.random.key(0))
@@ -164,16 +153,13 @@ def save_pretrained(
         >>> sorted(file.name for file in folder.iterdir())
         ['config.json', 'model.safetensors']
     """
-    if base is not None:
-        check_choice(base, ("nf4",), what="save_pretrained: base", write="base='nf4'")
     opened = model if isinstance(model, Pretrained) else None
     group = model_group(model)
     settings = settings_of(group)
     origin = None
     if opened is not None:
         origin = Origin(opened.published.source.config, opened.published.source.files, saved_dtypes(opened.published))
-    linears = None if base is None else (opened.model if opened else built_of(group, settings)).linears
-    form = Form(dtype, max_shard_size, linears)
+    form = Form(dtype, max_shard_size)
     return write_published(folder, settings, params, model_state or {}, origin=origin, form=form)
 
 

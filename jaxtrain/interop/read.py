@@ -24,13 +24,13 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.formats.gguf_model import GgufSource, open_gguf
 from jaxtrain.interop.formats.mxfp4 import with_mxfp4
-from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, quantize_magnitudes, with_quantized
+from jaxtrain.interop.formats.nf4 import BLOCK, QuantizedSource, with_quantized
 from jaxtrain.interop.formats.rows import Entry, Position, Shape, Skipped, Tied, Transform, names_of, positions
 from jaxtrain.interop.formats.safetensors import FolderSource, open_folder
 from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.precision.kernels import quantize_kernel
-from jaxtrain.precision.nf4 import quantize_nf4
+from jaxtrain.precision.nf4 import quantize_magnitudes, quantize_nf4
 from jaxtrain.runtime.devices import usable_cores
 
 # Start and stop per dimension.
@@ -309,8 +309,10 @@ def _stored_layer(
     found: dict[str, Any] = {"codes": packed.codes[rows], "absmax": packed.magnitudes[rows]}
     if double:
         scales = packed.absmax, packed.nested_absmax, packed.offset
-        scales = quantize_magnitudes(packed.absmax[rows]) if packed.offset is None else scales
-        found |= {"absmax": scales[0], "nested_absmax": scales[1], "offset": np.float32(scales[2])}
+        if packed.offset is None:
+            scales = map(np.asarray, quantize_magnitudes(jnp.asarray(found["absmax"]).reshape(-1)))
+        absmax, nested, offset = scales
+        found |= {"absmax": absmax.reshape(len(rows), -1), "nested_absmax": nested, "offset": np.float32(offset)}
     return found | {one: found[one].T.reshape(-1, *outputs) for one in ("codes", "absmax")}
 
 

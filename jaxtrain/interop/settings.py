@@ -72,7 +72,8 @@ def fresh_parts(model: Group) -> list[str]:
     if ours == theirs:
         return []
     # A layer over the pooled token has the same place in every head that has it.
-    if _POOLED.issuperset((ours["kind"], theirs["kind"])) and ours.get("hidden", 0) == theirs.get("hidden"):
+    layer = [[one.get(key) for key in ("hidden", "hidden_norm", "bias")] for one in (ours, theirs)]
+    if _POOLED.issuperset((ours["kind"], theirs["kind"])) and "hidden" in ours and layer[0] == layer[1]:
         return ["head/output/*"]
     layers = [one["kind"] != "language_model" for one in (ours, theirs)]
     untied = not layers[1] and settings.get("tie_embeddings") is False
@@ -82,7 +83,7 @@ def fresh_parts(model: Group) -> list[str]:
 def _head_shape(head: HeadConfig | None) -> dict[str, Any]:
     """What decides the shapes of a head."""
     found = {} if head is None else head.model_dump()
-    kept = ("kind", "num_labels", "hidden", "bias")
+    kept = ("kind", "num_labels", "hidden", "hidden_norm", "bias")
     return {"kind": "language_model", **{key: found[key] for key in kept if found.get(key) is not None}}
 
 

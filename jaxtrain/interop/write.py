@@ -1,7 +1,6 @@
 """The writer: our parameters as a published folder: shards with an index, config.json, tokenizer files.
 
-Tensors are gathered one at a time. In nf4, floats are quantized as they are written, as bitsandbytes would quantize the
-same folder in floats. A kernel that is in nf4 already is written as it is.
+Tensors are gathered one at a time, and written in floats.
 """
 
 import contextlib
@@ -10,7 +9,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,11 @@ from jaxtrain.config.arguments import check_choice
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.formats.hub import INDEX, SINGLE
-from jaxtrain.interop.formats.nf4 import (
-    BLOCK,
-    PackedTensor,
-    pack_floats,
-    packed_kinds,
-    packed_parts,
-    quantization_config,
-    state_name,
-)
-from jaxtrain.interop.formats.rows import Constant, Entry, Kind, Position, Row, Shape, Tied, names_of, positions
+from jaxtrain.interop.formats.rows import Constant, Entry, Position, Row, Shape, names_of, positions
 from jaxtrain.interop.formats.safetensors import DTYPES, read_header, write_safetensors
-from jaxtrain.interop.read import PublishedModel, StoredParameter, by_path, rows_of_outputs
+from jaxtrain.interop.read import PublishedModel, StoredParameter, by_path
 from jaxtrain.interop.settings import family_for
 from jaxtrain.precision.kernels import is_kernel
-from jaxtrain.precision.nf4 import Nf4Kernel
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
@@ -52,12 +41,8 @@ _OWN_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokeniz
 # A file without these keys stands for ids of the family's published tokenizers, which are other tokens elsewhere.
 _NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-# Family -> ends of names of weights that transformers keeps in float32, whatever the folder says.
-_KEPT = {"t5": (".wo.weight",)}
 # Arrays that are written: path -> array, of params (False) and of model_state (True).
 _Held = Mapping[bool, Mapping[str, Any]]
-# Path of a kernel -> numbers of its input and output dims.
-_Linears = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -101,12 +86,10 @@ class Form:
     Attributes:
         dtype: float32, float16 or bfloat16; None: for each tensor that of the origin's, else float32.
         max_shard_size: Most bytes per file, as in "5GB" or "500MB".
-        nf4_linears: `Model.linears`, whose kernels are written in nf4; None: all that is written is in floats.
     """
 
     dtype: str | None = None
     max_shard_size: str = "5GB"
-    nf4_linears: _Linears | None = None
 
 
 _TEXTS, _FORM = Texts(), Form()
@@ -151,7 +134,7 @@ def write_published(
         ConfigError: The folder is not empty, no family can say the model, or an argument is out of range.
         CheckpointError: The folder cannot be written.
     """
-    folder, theirs, linears = Path(folder), origin or Origin(), form.nf4_linears
+    folder, theirs = Path(folder), origin or Origin()
     most = _num_bytes(form.max_shard_size)
     family = family_for(settings, model_type=theirs.config.get("model_type"))
     name = form.dtype or theirs.dtypes.get("", "float32")
@@ -167,17 +150,16 @@ def write_published(
         # Of the special tokens of a model that came from no published one, and that writes text, nothing is known.
         unknown = _NO_IDS if origin is None and has_vocabulary and settings.get("causal", True) else {}
         config = {**unknown, **config, **texts.ids}
-        if linears is not None:
-            tensors = _packed_tensors(tensors, held[False], linears, family.name)
-            config["quantization_config"] = _quantization_of(tensors, rows, dtype=name, has_head=has_vocabulary)
         _check_held(tensors, held)
         shards, failure = _in_files(tensors, most), None
         for file, names in shards.items():
             here = {one: tensors[one] for one in names}
-            parts = gathered(here, held)
+            kinds = {one: (tensor.shape, tensor.dtype) for one, tensor in here.items()}
+            parts = ((one, tensor, [gathered(*part, held) for part in tensor.parts]) for one, tensor in here.items())
+            arrays = ((one, floats_of(tensor, found)) for one, tensor, found in parts)
             if is_main_process() and failure is None:
                 try:
-                    write_safetensors(partial_of(folder) / file, _kinds_of(here), _assembled(parts))
+                    write_safetensors(partial_of(folder) / file, kinds, arrays)
                 except UserError as error:
                     failure = error
             # Every process takes part in gathering what is sharded over processes, also for one that cannot write.
@@ -345,22 +327,11 @@ def name_folder(folder: Path, *, last: str) -> None:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """One tensor to write: its shape, dtype, and the rows and positions that it is made of.
-
-    Attributes:
-        double: None: it is written in its dtype; else it is quantized, and this says whether its scales are, too.
-    """
+    """One tensor to write: its shape, dtype, and the rows and positions that it is made of."""
 
     shape: Shape
     dtype: np.dtype
     parts: tuple[tuple[Entry | Constant, Position], ...]
-    double: bool | None = None
-
-    def kinds(self, name: str) -> dict[str, Kind]:
-        """Name -> shape and dtype of what stands for it in the file."""
-        if self.double is None:
-            return {name: (self.shape, self.dtype)}
-        return packed_kinds(name, self.shape, double=self.double)
 
 
 def plan_tensors(rows: tuple[Row, ...], dtypes: Mapping[str, str]) -> dict[str, WrittenTensor]:
@@ -388,62 +359,12 @@ def _check_held(tensors: Mapping[str, WrittenTensor], held: _Held) -> None:
     for tensor in tensors.values():
         for row in (row for row, _ in tensor.parts if isinstance(row, Entry)):
             array, tree = held[row.state].get(row.path), "model_state" if row.state else "params"
-            is_wrong = array is None or tuple(array.shape) != row.shape
-            if is_wrong or (tensor.double is None and is_kernel(array)):
+            if array is None or tuple(array.shape) != row.shape or is_kernel(array):
                 found = None if array is None else f"{type(array).__name__}{list(array.shape)}"
                 raise ConfigError(
                     f"{tree} holds {found} at {row.path}, where the model has floats{list(row.shape)}; give its "
-                    f"{tree} (jt.merge_adapters makes floats of kernels), or write nf4 kernels with base='nf4'"
+                    f"{tree} (jt.merge_adapters makes floats of kernels)"
                 )
-
-
-def _packed_tensors(
-    tensors: Mapping[str, WrittenTensor], held: Mapping[str, Any], linears: _Linears, family: str
-) -> dict[str, WrittenTensor]:
-    """The tensors, with those of linear layers to be quantized."""
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        rows = [row for row, _ in tensor.parts if isinstance(row, Entry) and row.path in linears]
-        if len(rows) < len(tensor.parts) or name.endswith(_KEPT.get(family, "\0")):
-            continue
-        kept = [isinstance(held.get(row.path), Nf4Kernel) for row in rows]
-        outputs = [rows_of_outputs(row.transform, linears[row.path]) for row in rows]
-        turned = any(one is None for one in outputs) or math.prod(tensor.shape) % 2
-        # What is in nf4 already is written as it is: of one kernel, with our blocks.
-        is_whole = len(rows) == 1 and np.array_equal(np.asarray(outputs[0]), np.arange(tensor.shape[0]))
-        if turned or (any(kept) and (not is_whole or tensor.shape[1] % BLOCK)):
-            raise ConfigError(
-                f"{name} {list(tensor.shape)} cannot be written in nf4 as transformers quantizes it (a Conv1D, an odd "
-                "number of weights; kernels in nf4 that share a tensor, or whose rows do not divide into blocks of "
-                "ours); leave --base (base=) out"
-            )
-        found[name] = replace(tensor, double=not kept[0] or held[rows[0].path].offset is not None)
-    if found == dict(tensors):
-        raise ConfigError("base='nf4' is for linear layers, and the model has none; leave --base (base=) out")
-    return found
-
-
-def _quantization_of(
-    tensors: Mapping[str, WrittenTensor], rows: tuple[Row, ...], *, dtype: str, has_head: bool
-) -> dict[str, Any]:
-    """The `quantization_config`; `has_head`: the last layer is one over the vocabulary, which readers leave out."""
-    names = [name for name, one in tensors.items() if one.double is None and len(one.shape) == 2]
-    names += [names_of(row)[0] for row in rows if isinstance(row, Tied) and len(row.transform.theirs) == 2]
-    skipped = None if has_head else sorted(name.removesuffix(".weight") for name in names)
-    return quantization_config(double=True, dtype=dtype, skipped=skipped)
-
-
-def _kinds_of(tensors: Mapping[str, WrittenTensor]) -> dict[str, Kind]:
-    """Name -> shape and dtype of what is stored in one file, in its order.
-
-    What stands for quantized tensors is in the order of the sizes of its numbers, so that each number lies at a
-    multiple of its size although descriptions and codes have any number of bytes.
-    """
-    found = {part: kind for name, tensor in tensors.items() for part, kind in tensor.kinds(name).items()}
-    if all(tensor.double is None for tensor in tensors.values()):
-        return found
-    texts = {state_name(name) for name in tensors}
-    return dict(sorted(found.items(), key=lambda one: (-one[1][1].itemsize, one[0] in texts)))
 
 
 def _in_files(tensors: Mapping[str, WrittenTensor], most: int) -> dict[str, list[str]]:
@@ -451,7 +372,7 @@ def _in_files(tensors: Mapping[str, WrittenTensor], most: int) -> dict[str, list
     groups: list[list[str]] = [[]]
     held = 0
     for name, tensor in tensors.items():
-        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensor.kinds(name).values())
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
         if groups[-1] and held + size > most:
             groups.append([])
             held = 0
@@ -462,37 +383,14 @@ def _in_files(tensors: Mapping[str, WrittenTensor], most: int) -> dict[str, list
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def gathered(tensors: Mapping[str, WrittenTensor], held: _Held) -> Iterator[tuple[str, WrittenTensor, list[Any]]]:
-    """Returns each tensor with what it is made of, on the main process; None per part on the others."""
-    for name, tensor in tensors.items():
-        yield name, tensor, [_part(row, at, held) for row, at in tensor.parts]
-
-
-def _part(row: Entry | Constant, position: Position, held: _Held) -> Any:
+def gathered(row: Entry | Constant, position: Position, held: _Held) -> Any:
+    """Returns what a tensor is made of, on the main process; None on the others, and for a constant."""
     if isinstance(row, Constant):
         return None
     array = held[row.state][row.path]
     if isinstance(array, StoredParameter):
         return array.read(position) if is_main_process() else None
-    if not isinstance(array, Nf4Kernel):
-        return on_main_host(array, position)
-    names = ("codes", "absmax") if array.offset is None else ("codes", "absmax", "nested_absmax", "offset")
-    return {name: on_main_host(getattr(array, name), position) for name in names}
-
-
-def _assembled(parts: Iterable[tuple[str, WrittenTensor, list[Any]]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and array of what stands in a file for `gathered` tensors; descriptions of quantized ones come last."""
-    texts: dict[str, np.ndarray] = {}
-    for name, tensor, found in parts:
-        if tensor.double is None:
-            yield name, floats_of(tensor, found)
-            continue
-        is_packed = isinstance(found[0], Mapping)
-        packed = _packed(found[0]) if is_packed else pack_floats(floats_of(tensor, found), double=tensor.double)
-        arrays = dict(packed_parts(name, packed, tensor.shape, tensor.dtype.name))
-        texts[state_name(name)] = arrays.pop(state_name(name))
-        yield from arrays.items()
-    yield from texts.items()
+    return on_main_host(array, position)
 
 
 def floats_of(tensor: WrittenTensor, parts: Sequence[Any]) -> np.ndarray:
@@ -512,14 +410,6 @@ def floats_of(tensor: WrittenTensor, parts: Sequence[Any]) -> np.ndarray:
                     "or bfloat16"
                 ) from None
     return out
-
-
-def _packed(arrays: Mapping[str, np.ndarray]) -> PackedTensor:
-    """The quantized tensor [out, in] of the arrays of an nf4 kernel."""
-    codes, absmax = (np.ascontiguousarray(arrays[one].reshape(len(arrays[one]), -1).T) for one in ("codes", "absmax"))
-    if "offset" not in arrays:
-        return PackedTensor(codes, absmax)
-    return PackedTensor(codes, absmax, arrays["nested_absmax"], float(arrays["offset"]))
 
 
 def on_main_host(array: Any, position: Position) -> np.ndarray | None:

@@ -142,7 +142,7 @@ def _place(x: jax.Array, place: Callable[[jax.Array], jax.Array], backward: tupl
     """Place an array in the forward pass, and constrain its gradient to other shardings in the backward pass."""
     placed = jax.custom_vjp(place)
 
-    # `place` and not `placed`, so that a gradient can be differentiated forward (the curvature that Sophia takes).
+    # `place` and not `placed`, so that a gradient can be differentiated forward.
     def run_forward(x: jax.Array) -> tuple[jax.Array, None]:
         return place(x), None
 

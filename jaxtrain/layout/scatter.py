@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 
 from jaxtrain.layout.manual import after, needs_order
@@ -54,23 +53,12 @@ class Parts:
             begins as the sum so far, to which the backward pass adds, so that no part stands beside the sum.
         factors: enter with them, and are pulled back likewise.
         ends: where the sums that are attached leave, with the factors.
-        attached: the parameters that are attached to their sums, as the model gets them.
     """
 
     parts: Mapping[str, tuple[jax.Array, int | None]]
     sums: Mapping[str, jax.Array]
     factors: Factors
     ends: dict[str, tuple[jax.Array, Factors]] = field(default_factory=dict)
-    attached: dict[str, jax.Array] = field(default_factory=dict)
-    trace: Any = field(default_factory=jax.extend.core.get_opaque_trace_state)
-
-
-@dataclass(frozen=True)
-class SumOfUse:
-    """A parameter whose gradient an operation adds to its sum by itself; the sum is scattered over `dim`, if any."""
-
-    path: str
-    dim: int | None
 
 
 # Set by `use_parts` around a trace.
@@ -171,7 +159,6 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
 
     def backward(_: None, pulled: Any) -> tuple[Any, Any, Any]:
         carry, gradients, ends = pulled
-        # Nothing comes back from uses that have added to the sum by themselves.
         sums = {
             name: total if _is_zero(gradients[name]) else _add_part(gradients[name], dims[name], total, factors)
             for name, (total, factors) in ends.items()
@@ -187,60 +174,7 @@ def _attach_sums(carry: list[jax.Array], whole: dict[str, jax.Array]) -> tuple[l
     attach.defvjp(forward, backward, symbolic_zeros=True)
     carry, whole, ends = attach(carry, whole, starts)
     given.ends.update(ends)
-    given.attached.update(whole)
     return carry, whole
-
-
-def find_sum(parameter: jax.Array) -> SumOfUse | None:
-    """The sum that an operation may add the gradient of a parameter to by itself, with `use_and_add`.
-
-    `parameter` is the very array that the model was given: in a loop or in `jax.checkpoint` there is none, nor where
-    other axes than `data` shard parameters. Then its gradient is added to the sum where it was attached.
-    """
-    given, layout = _parts.get(), current_layout()
-    if given is None or layout is None or layout.mesh.size > layout.mesh.shape["data"]:
-        return None
-    path = next((path for path, array in given.attached.items() if array is parameter), None)
-    if path is None or given.trace != jax.extend.core.get_opaque_trace_state():
-        return None
-    return SumOfUse(path, given.parts[path][1])
-
-
-def use_and_add(
-    found: SumOfUse,
-    use: Callable[..., Any],
-    pull: Callable[[Any, Any, jax.Array, Factors], tuple[Any, jax.Array]],
-    arguments: Any,
-) -> Any:
-    """`use(arguments)`, an array, of which the gradient of one parameter is added to its sum.
-
-    `pull(arguments, gradient of the result, the sum so far, factors)` gives the gradients of the arguments, None in
-    place of the parameter's, and the sum. It is not called where nothing comes back, as of a metric.
-    """
-    given = _parts.get()
-    assert given is not None, "the sum was found in the step that is being traced"
-    # That of the call, as in a gradient that jax derives.
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-
-    @jax.custom_vjp
-    def call(arguments: Any, start: tuple[jax.Array, Factors]) -> Any:
-        return use(arguments), start
-
-    def forward(*primals: Any) -> tuple[Any, Any]:
-        arguments, start = jax.tree.map(lambda leaf: leaf.value, primals)
-        return (use(arguments), start), arguments
-
-    def backward(arguments: Any, pulled: Any) -> tuple[Any, Any]:
-        gradient, (total, factors) = pulled
-        if _is_zero(gradient):
-            return None, (total, factors)
-        with jax.default_matmul_precision(precision):
-            gradients, total = pull(arguments, gradient, total, factors)
-        return gradients, (total, factors)
-
-    call.defvjp(forward, backward, symbolic_zeros=True)
-    result, given.ends[found.path] = call(arguments, given.ends[found.path])
-    return result
 
 
 def _attach(whole: jax.Array, part: jax.Array, dim: int) -> jax.Array:

@@ -208,7 +208,7 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
 def possible_owners(optimizer_state: Any, params: Params) -> dict[str, list[str]]:
     """Path in an optimizer's state -> the parameters whose path ends it, that of the largest tree in the state first.
 
-    The slow weights `slow/head` of Lookahead are those of `head`, also where there is a parameter `slow/head`.
+    The moment `mu/head` is that of `head`, also where there is a parameter `mu/head`.
     """
     known, found = paths_of(params), dict[str, list[tuple[str, str]]]()
     for path in paths_of(optimizer_state):

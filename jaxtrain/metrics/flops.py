@@ -47,7 +47,7 @@ _HEAD = 4
 # Top-level path of a model of transformer blocks -> number of its block, counted from the input. The table of relative
 # positions is used in every layer.
 _TRANSFORMER_BLOCKS = {
-    **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm"), 0),
+    **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm", "embedding_projection"), 0),
     **dict.fromkeys(("patches", "class_token"), 0),
     **dict.fromkeys(("relative_positions", "leading"), 1),
     **dict.fromkeys(("blocks", "encoder"), 2),

@@ -26,7 +26,7 @@ Sums = dict[str, tuple[jax.Array, jax.Array | None]]
 TaskSums = tuple[jax.Array, jax.Array, Sums]
 # A user's may return other forms, which `task_sums` brings into this one.
 Loss = Callable[[Any, Batch], TaskSums]
-Rows = Literal["separate", "global", "microbatch"]
+Rows = Literal["separate", "global"]
 
 RENAME = "write fit(columns={'inputs': 'image', 'targets': 'label'}), or rename the entries"
 # Metrics of the step itself.
@@ -168,8 +168,7 @@ class Task:
         num_classes: outputs -> how many ids `targets` may hold; None: targets are not ids. A batch with a larger id is
             refused when it is read.
         rows: what the loss of a row depends on. separate: on that row alone. global: on all rows of the batch, such as
-            contrastive losses; with accumulation the model then runs twice, once for the outputs of all rows and once
-            for the gradients. microbatch: on the rows of the same microbatch, so that accumulation changes the loss.
+            contrastive losses; accumulation and pipelines are then refused.
 
     Example:
         >>> def brier(outputs, batch):
@@ -187,7 +186,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.rows not in get_args(Rows):
-            raise ConfigError(f"Task: rows={self.rows!r}; use separate, global or microbatch")
+            raise ConfigError(f"Task: rows={self.rows!r}; use separate or global")
         check_axes(self.batch_axes, what="Task: batch_axes", write="batch_axes={'inputs': ('batch', 'sequence')}")
 
     @classmethod
@@ -210,7 +209,7 @@ class Task:
                 outputs; see `ModelCall`, which also holds the parameters, their moving average and the step number.
                 `batch` is any dict of arrays; it needs no entry `inputs`. `key` is of the step and the microbatch; in
                 evaluation, of the batch's number. Its numbers are drawn for all rows at once, the same on every mesh.
-            batch_axes, reads_weights, rows: as in `Task`; with accumulation, `rows="global"` is refused.
+            batch_axes, reads_weights, rows: as in `Task`.
             reference: (apply, batch) -> float32 [B, ...], numbers of each row by the parameters that training starts
                 from, such as log-probabilities. A run computes them once, keeps them in its directory, and gives them
                 to the loss as the entry `reference`. None: there are none.
@@ -449,27 +448,3 @@ def num_classes(outputs: Any) -> int:
     if shape := getattr(logits, "shape", ()):
         return shape[-1]
     raise ConfigError(f"the task needs logits [B, ..., classes] from the model, which gives {shown(outputs)}")
-
-
-def row_dims(outputs: Callable[[Any], Any], inputs: Any, rows: int) -> tuple[list[int | str | None], Any]:
-    """Find which leaves of outputs have rows: with twice the inputs [rows, ...], their first dim is twice as large.
-
-    Returns:
-        For each leaf 0; None: it has no rows; "mixed": anything else. And the outputs as shapes.
-    """
-
-    def times(count: int) -> Any:
-        def one(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (count * rows, *leaf.shape[1:]) if leaf.shape[:1] == (rows,) else leaf.shape
-            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-        return jax.eval_shape(outputs, jax.tree.map(one, inputs))
-
-    def dim_of(once: tuple[int, ...], twice: tuple[int, ...]) -> int | str | None:
-        if once == twice:
-            return None
-        return 0 if once[:1] == (rows,) and twice == (2 * rows, *once[1:]) else "mixed"
-
-    once, twice = times(1), times(2)
-    leaves = zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True)
-    return [dim_of(a.shape, b.shape) for a, b in leaves], once

@@ -59,6 +59,7 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
 GATED = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "geglu": lambda gate, up: gelu(gate) * up,
+    "geglu_exact": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
     "clamped_swiglu": clamped_swiglu,
 }
 

@@ -3,14 +3,12 @@
 Shapes: B batch, L length, V vocabulary (or positions: the rows of the table), D model width.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxtrain.layout.manual import divides, run_manually, spec_of, vary_alike, vary_like
-from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, has_parts, use_and_add
+from jaxtrain.layout.scatter import has_parts
 from jaxtrain.layout.sharding import current_layout
 
 
@@ -38,21 +36,6 @@ def _take_late(table_VD: Array, indices_BL: Array) -> Array:
     return take(*vary_alike(table_VD, indices_BL))
 
 
-def _take_and_add(found: SumOfUse, table_VD: Array, indices_BL: Array) -> Array:
-    """`_take`, which adds the gradients of the rows to the sum of the table's gradient, or to its columns of it."""
-
-    def pull(arguments: Any, rows_BLD: Array, total: Array, factors: Factors) -> tuple[None, Array]:
-        ids_T = jnp.clip(arguments[1].reshape(-1), 0, table_VD.shape[0] - 1)
-        rows_TD = rows_BLD.reshape(-1, rows_BLD.shape[-1])
-        if found.dim is not None:
-            ids_T = jax.lax.all_gather(ids_T, "data", tiled=True)
-            rows_TD = jax.lax.all_to_all(rows_TD, "data", split_axis=1, concat_axis=0, tiled=True)
-        rows_TD = rows_TD.astype(total.dtype) * factors[0] * factors[1]
-        return None, total.at[ids_T].add(rows_TD, mode="promise_in_bounds")
-
-    return use_and_add(found, lambda arguments: _take(*arguments), pull, (table_VD, indices_BL))
-
-
 def embedding_lookup(table_VD: Array, indices_BL: Array, *, rows: str | None) -> Array:
     """Look up rows of a table; an index outside the table gives its first or last row.
 
@@ -76,12 +59,6 @@ def embedding_lookup(table_VD: Array, indices_BL: Array, *, rows: str | None) ->
     """
     # Sizes of the table may not fit into ids of 8 or 16 bits, with which they are compared.
     indices_BL = indices_BL.astype(jnp.int32)
-    found = find_sum(table_VD)
-    # Sent are rows in the dtype of the table, where those are fewer bytes than the table in float32.
-    if found is not None and (
-        found.dim is None or (found.dim == 1 and indices_BL.size * table_VD.dtype.itemsize <= 4 * table_VD.shape[0])
-    ):
-        return _take_and_add(found, table_VD, indices_BL)
     layout = current_layout()
     batch = None if indices_BL.shape[0] == 1 else "batch"
     if layout is None or layout.mesh.size == 1 or not divides(layout, indices_BL, batch, "sequence"):

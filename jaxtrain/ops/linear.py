@@ -247,7 +247,7 @@ def frozen_matmul(x: Array, kernel: Any, floats: Callable[[Any], Array], scale: 
         y = jax.lax.dot_general(x, floats(kernel), dims, preferred_element_type=jnp.float32)
         return (y * scale).astype(x.dtype)
 
-    # `product` and not `multiply`, so that a gradient can be differentiated forward (the curvature that Sophia takes).
+    # `product` and not `multiply`, so that a gradient can be differentiated forward.
     def forward(x: Array, kernel: Any, scale: Array | None) -> tuple[Array, Any]:
         return product(x, kernel, scale), (kernel, scale)
 

@@ -3,8 +3,7 @@
 Arithmetic stays float32: moments are decoded, the transformation runs, and what it returns is encoded again. Rounding
 is stochastic. To nearest, a second moment stands still: at b2 = 0.999 it shrinks by 0.1 % per step, which is less than
 half of the distance between two neighbours in bfloat16 (0.4 %), let alone in 8 bits. The codes of a parameter have its
-shape, so that they are sharded, pipelined and checkpointed as a moment is. Adafactor's means of rows and columns, which
-take less again, are at the end.
+shape, so that they are sharded, pipelined and checkpointed as a moment is.
 
 An 8-bit code is a short float relative to the largest number of its block (block-wise quantization, Dettmers et al.
 2021). As in their table, small numbers are coarser: octaves near the largest have 16 codes, later ones 8, the last 4.
@@ -15,15 +14,13 @@ the same on every layout and machine that computes the same numbers.
 Shapes: L elements of the last dim, K of its blocks. The other dims are any.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.layout.sharding import path_name
-from jaxtrain.optim.rules import factored_dims, is_stored, moment_block
+from jaxtrain.optim.rules import is_stored, moment_block
 
 # A nested structure of arrays with None in some places. Its structure is the model's, so that no type describes it.
 Tree = Any
@@ -228,104 +225,3 @@ def _mix(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-# --- Means of rows and columns in place of a second moment: Adafactor (Shazeer and Stern 2018). ---
-
-# The paper's statistics are those of one matrix: the sums over rows and columns, the root mean square (RMS) that clips
-# an update, and the RMS of the parameter that scales it. `optax` treats an array as one matrix, so that the layers of a
-# stack would share them. Here the dims that count layers and experts are never averaged over. Everything else is the
-# same as in `optax.adafactor`. Reductions keep the other dims, so that a stack stays sharded over layers.
-
-# (path, shape) -> the dims that count layers and experts.
-Counting = Callable[[str, tuple[int, ...]], tuple[int, ...]]
-
-# Shazeer and Stern 2018, section 6 and algorithm 4: the number added to squared gradients, the least RMS of a
-# parameter, the largest RMS of an update, and the exponent of the second moment's decay, 1 - t^-0.8.
-_SQUARE_EPSILON = 1e-30
-_LEAST_RMS = 1e-3
-_LARGEST_RMS = 1.0
-_DECAY_EXPONENT = 0.8
-
-
-class FactoredState(NamedTuple):
-    """The state of `scale_by_factored_rms`, in trees like the parameters; zeros [1] where one has no such statistics.
-
-    Updates done, int32 []; mean squares over the larger and the smaller of the two factored dims, float32, without that
-    dim; mean squares of parameters that are not factored.
-    """
-
-    count: jax.Array
-    v_row: optax.Params
-    v_col: optax.Params
-    v: optax.Params
-
-
-def scale_by_factored_rms(counting: Counting, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """Divide updates (float32) by the root of their second moment, which matrices keep as means of rows and of columns.
-
-    A layer is factored over its two largest dims where both have at least the given size.
-    """
-
-    def dims_of(path: jax.tree_util.KeyPath, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        return factored_dims(shape, counting(path_name(path), shape), min_dim_size_to_factor)
-
-    def init(params: optax.Params) -> FactoredState:
-        def one(path: jax.tree_util.KeyPath, leaf: jax.Array) -> tuple[jax.Array, ...]:
-            dims, unused = dims_of(path, leaf.shape), jnp.zeros((1,), jnp.float32)
-            if dims is None:
-                return unused, unused, jnp.zeros(leaf.shape, jnp.float32)
-            means = (jnp.zeros((*leaf.shape[:gone], *leaf.shape[gone + 1 :]), jnp.float32) for gone in reversed(dims))
-            return *means, unused
-
-        found = jax.tree_util.tree_map_with_path(one, params)
-        statistics = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0, 0)), found)
-        return FactoredState(jnp.int32(0), *statistics)
-
-    def update(
-        updates: optax.Updates, state: FactoredState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, FactoredState]:
-        decay = 1 - (state.count + 1).astype(jnp.float32) ** -_DECAY_EXPONENT
-
-        def one(
-            path: jax.tree_util.KeyPath, g: jax.Array, row: jax.Array, col: jax.Array, v: jax.Array
-        ) -> tuple[jax.Array, ...]:
-            squares = jnp.square(g) + _SQUARE_EPSILON
-            dims = dims_of(path, g.shape)
-            if dims is None:
-                v = decay * v + (1 - decay) * squares
-                return g * v**-0.5, row, col, v
-            smaller, larger = dims
-            row = decay * row + (1 - decay) * jnp.mean(squares, axis=larger)
-            col = decay * col + (1 - decay) * jnp.mean(squares, axis=smaller)
-            mean = jnp.mean(row, axis=smaller - (smaller > larger), keepdims=True)
-            factors = jnp.expand_dims((row / mean) ** -0.5, larger), jnp.expand_dims(col**-0.5, smaller)
-            return g * factors[0] * factors[1], row, col, v
-
-        found = jax.tree_util.tree_map_with_path(one, updates, state.v_row, state.v_col, state.v)
-        scaled, *statistics = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0, 0, 0)), found)
-        return scaled, FactoredState(jnp.asarray(optax.safe_increment(state.count)), *statistics)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def clip_and_scale(counting: Counting) -> optax.GradientTransformation:
-    """Clip updates to an RMS of 1 over each layer, then multiply them by the parameter's RMS there (at least 1e-3)."""
-
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        def one(path: jax.tree_util.KeyPath, update: jax.Array, parameter: jax.Array) -> jax.Array:
-            dims = counting(path_name(path), update.shape)
-            clipped = update / jnp.maximum(1.0, _rms(update, dims) / _LARGEST_RMS)
-            return clipped * jnp.maximum(_rms(parameter.astype(jnp.float32), dims), _LEAST_RMS)
-
-        return jax.tree_util.tree_map_with_path(one, updates, params), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
-
-
-def _rms(x: jax.Array, counting: tuple[int, ...]) -> jax.Array:
-    """Compute the root mean square over all dims that do not count layers or experts; they stay, with size 1."""
-    dims = tuple(dim for dim in range(x.ndim) if dim not in counting)
-    return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))

@@ -6,14 +6,11 @@ loss scaling and the guard against non-finite gradients belong to the step, whic
 """
 
 import fnmatch
-import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxtrain.config.optimizers import (
@@ -31,7 +28,7 @@ from jaxtrain.config.optimizers import (
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AxesTable, counting_dims
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.optim.moments import clip_and_scale, scale_by_factored_rms, store_moments
+from jaxtrain.optim.moments import store_moments
 from jaxtrain.optim.muon import orthogonalize
 from jaxtrain.optim.rules import (
     NEWTON_SCHULZ_STEPS,
@@ -60,7 +57,7 @@ def _muon(config: MuonDirection, axes: AxesTable) -> list[optax.GradientTransfor
     """Make Muon's direction of matrices, 4 bytes of state per parameter (Jordan et al. 2024), and AdamW's of others."""
 
     def matrix(path: str, shape: tuple[int, ...]) -> Matrix | None:
-        return as_matrix(path, shape, axes, exclude=config.adamw)
+        return as_matrix(path, shape, axes)
 
     def kinds(params: optax.Params) -> optax.Params:
         def kind(path: jax.tree_util.KeyPath, leaf: jax.Array) -> str:
@@ -80,8 +77,8 @@ def _lion(config: LionDirection, axes: AxesTable) -> list[optax.GradientTransfor
 
 def _adafactor(config: AdafactorDirection, axes: AxesTable) -> list[optax.GradientTransformation]:
     """Make Adafactor's direction: means of rows and columns instead of a second moment (Shazeer and Stern 2018)."""
-    counting = partial(counting_dims, axes=axes)
-    return [scale_by_factored_rms(counting, config.min_dim_size_to_factor), clip_and_scale(counting)]
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor)
+    return [factored, optax.clip_by_block_rms(1.0), optax.scale_by_param_block_rms()]
 
 
 def _called(config: CalledOptimizer, learning_rate: optax.Schedule | None) -> optax.GradientTransformation:
@@ -230,59 +227,3 @@ def build_schedule(config: ScheduleConfig, *, peak: float, steps: int) -> optax.
     if ramp is not None:
         pieces, boundaries = [ramp, *pieces], [warmup, *boundaries]
     return optax.join_schedules(pieces, boundaries)
-
-
-# --- The learning rate of an optax optimizer, for the metrics: optax keeps it in closures, or in the state. ---
-
-
-def injected(count: Any) -> Any:
-    """Stands for the rate in the state of `optax.inject_hyperparams`, which `rate_in` reads; never called."""
-
-
-def rate_of(optimizer: optax.GradientTransformation) -> optax.Schedule | None:
-    """The product of the numbers and schedules at the end of an optimizer's chain; None where it has none, or 1."""
-    factors = []
-    for update in reversed(_parts(optimizer.update)):
-        cells, name = _made(update)
-        if name == "scale":
-            factors.append(cells["step_size"])
-        elif name == "scale_by_schedule":
-            factors.append(cells["step_size_fn"])
-        elif name.startswith("inject_"):
-            factors.append(injected)
-        else:
-            break
-    if injected in factors:
-        return injected if len(factors) == 1 else None
-    if not any(map(callable, factors)) and abs(np.prod(factors)) == 1:
-        return None  # the sign of an optimizer that has its rate elsewhere
-
-    def rate(count: Any) -> Any:
-        product: Any = 1.0
-        for factor in factors:
-            product = product * (factor(count) if callable(factor) else factor)
-        return jnp.abs(product)
-
-    return rate
-
-
-def _made(update: Any) -> tuple[Mapping[str, Any], str]:
-    """What an update holds, and the function of optax that made it."""
-    cells = inspect.getclosurevars(update).nonlocals if inspect.isfunction(update) else {}
-    return cells, getattr(update, "__qualname__", "").partition(".")[0]
-
-
-def _parts(update: Any) -> list[Any]:
-    """The updates of a chain of optax and of the chains in it, in order."""
-    cells, name = _made(update)
-    if name == "chain":
-        return [part for one in cells["update_fns"] for part in _parts(one)]
-    wrapped = {"with_extra_args_support": "tx", "apply_if_finite": "inner"}.get(name)
-    return _parts(cells[wrapped].update) if wrapped else [update]
-
-
-def rate_in(optimizer_state: Any) -> Any:
-    """The rate that the state of `optax.inject_hyperparams` holds; None where it has none."""
-    kind = optax.InjectStatefulHyperparamsState
-    nodes = jax.tree.leaves(optimizer_state, is_leaf=lambda x: isinstance(x, kind))
-    return next((node.hyperparams.get("learning_rate") for node in nodes if isinstance(node, kind)), None)

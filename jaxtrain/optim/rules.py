@@ -14,7 +14,6 @@ from jaxtrain.config.optimizers import (
     CalledOptimizer,
     DirectionConfig,
     LionDirection,
-    MuonDirection,
     OptimizerConfig,
     SGDDirection,
 )
@@ -53,15 +52,6 @@ def directions(config: OptimizerConfig) -> list[DirectionConfig]:
     return [*(group.optimizer or config for group in config.groups), config]
 
 
-def adamw_patterns(config: OptimizerConfig) -> dict[str, tuple[str, ...]]:
-    """Key -> patterns of the matrices that Muon leaves to AdamW, of the keys that have any."""
-    if isinstance(config, CalledOptimizer):
-        return {}
-    groups = [f"optimizer.groups.{number}.optimizer.adamw" for number in range(len(config.groups))]
-    of_keys = zip([*groups, "optimizer.adamw"], directions(config), strict=True)
-    return {key: one.adamw for key, one in of_keys if isinstance(one, MuonDirection) and one.adamw}
-
-
 def group_number(path: str, groups: Sequence[Sequence[str]]) -> int:
     """The group of patterns that has a parameter: the first that matches; the number of groups where none does."""
     matching = (
@@ -89,15 +79,10 @@ def is_stored(shape: Sequence[int]) -> bool:
     return len(shape) > 0 and math.prod(shape) >= SMALLEST_STORED
 
 
-def factored_dims(shape: Sequence[int], counting: Sequence[int], smallest: int) -> tuple[int, int] | None:
-    """The two largest dims of one layer, the larger one last, over which Adafactor factors its second moment.
-
-    None where one of them is below `smallest`; `counting` dims count layers and experts.
-    """
-    dims = sorted((dim for dim in range(len(shape)) if dim not in counting), key=lambda dim: (shape[dim], dim))
-    if len(dims) < 2 or shape[dims[-2]] < smallest:
-        return None
-    return dims[-2], dims[-1]
+def factored_dims(shape: Sequence[int], smallest: int) -> tuple[int, int] | None:
+    """The two largest dims of an array, over which Adafactor factors its second moment; None: one is too small."""
+    dims = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
+    return None if len(dims) < 2 or shape[dims[-2]] < smallest else (dims[-2], dims[-1])
 
 
 @dataclass(frozen=True)
@@ -139,7 +124,7 @@ def complete_axes(shapes: Mapping[str, tuple[int, ...]], axes: AxesTable, stack:
     return rows
 
 
-def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequence[str] = ()) -> Matrix | None:
+def as_matrix(path: str, shape: Sequence[int], axes: AxesTable) -> Matrix | None:
     """Find the matrices of a parameter that Muon makes orthogonal; None where AdamW updates it.
 
     The names of the dims decide: besides layers and experts there must be exactly two sides, where heads and head_dim
@@ -147,10 +132,7 @@ def as_matrix(path: str, shape: Sequence[int], axes: AxesTable, *, exclude: Sequ
     convolution); where no named one follows (classes, experts of a router) the parameter is an output layer.
 
     `axes` has a row for each parameter (`complete_axes`); one without a row goes by its name and global shape alone.
-    AdamW updates paths that match `exclude`, whatever their dims are.
     """
-    if any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude):
-        return None
     sides: list[tuple[str, list[int]]] = []
     batch: list[int] = []
     waiting: list[int] = []

@@ -48,20 +48,16 @@ def check_zero(degrees: Mapping[str, int], zero: int) -> None:
 def check_task_stages(degrees: Mapping[str, int], *, task: str, calls_model: bool, rows: str = "separate") -> None:
     """Raise a `ConfigError` where the stages of a pipeline cannot compute a task.
 
-    Its loss calls the model itself, or depends (`rows`, as in `Task`) on rows of other microbatches or shards.
+    Its loss calls the model itself, or depends (`rows`, as in `Task`) on rows of other microbatches.
     """
-    shards, works = degrees["data"], "use parallel.pipe=1, with fsdp in its place"
     if calls_model:
         why = f"the loss of task {task!r} calls the model itself"
     elif rows == "global":
         why = f"task {task!r} has rows='global', and the last stage sees one microbatch at a time"
-    elif rows == "microbatch" and shards > 1:
-        why = f"task {task!r} has rows='microbatch', and a stage sees one shard of data"
-        works = f"use parallel.data=1, with parallel.fsdp={shards} in its place"
     else:
         return
     if degrees["pipe"] > 1:
-        raise ConfigError(f"parallel.pipe={degrees['pipe']}, but {why}; {works}")
+        raise ConfigError(f"parallel.pipe={degrees['pipe']}, but {why}; use parallel.pipe=1, with fsdp in its place")
 
 
 def _check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:

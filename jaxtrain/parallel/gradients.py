@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout as DimOrder
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from jaxtrain.layout.scatter import Factors, Parts, StackSums, scatter_in_pieces, use_parts, use_stack_sums
@@ -90,12 +88,10 @@ class DataReduction:
         layout: of the step.
         stage: ZeRO stage; from 1 on a device keeps the part of the gradient that its optimizer state needs, and from
             2 on it does so in every microbatch, which costs communication and saves the memory of the full gradient.
-        stack: path of a stack of layers; None: there is none.
     """
 
     layout: Layout
     stage: int
-    stack: str | None = None
 
     @property
     def each_microbatch(self) -> bool:
@@ -109,33 +105,6 @@ class DataReduction:
         spec = parameter_spec(name, leaf.shape, self.layout, also=("data",))
         dims = [d for d, entry in enumerate(spec) if entry == "data" or (isinstance(entry, tuple) and "data" in entry)]
         return dims[0] if dims else None
-
-    def sum_dim(self, name: str, leaf: Any) -> int | None:
-        """The dim over which the sum over microbatches is scattered: `dim` but for tables outside the stack.
-
-        Of an embedding or an output layer a device sums some columns of the width for all ids of the vocabulary: the
-        gradients of single rows, and of blocks of ids, are then scattered evenly over the devices, whichever ids they
-        belong to. Where other axes shard parameters, their gradients are not made in that way.
-        """
-        dim, shards = self.dim(name, leaf), self.layout.mesh.shape["data"]
-        if dim is None or self.stack is None or name.startswith(f"{self.stack}/") or self.layout.mesh.size > shards:
-            return dim
-        is_table = len(leaf.shape) == 2 and leaf.shape[1 - dim] % shards == 0
-        return 1 - dim if is_table and leaf.shape[1 - dim] < leaf.shape[dim] else dim
-
-    def as_stored(self, total: Tree, params: Tree) -> Tree:
-        """Parts of sums over microbatches, as parts of the dims that the optimizer state is sharded over."""
-
-        def one(name: str, leaf: jax.Array, total: jax.Array) -> jax.Array:
-            dim, summed = self.dim(name, leaf), self.sum_dim(name, leaf)
-            if dim is None or summed is None or dim == summed:
-                return total
-            whole_rows = jax.lax.all_to_all(total, "data", split_axis=dim, concat_axis=summed, tiled=True)
-            # Otherwise libtpu lets the order of dims in which columns arrive decide that of the optimizer's arrays, and
-            # copies them before the loop over microbatches: 0.32 bytes per parameter of a 1B model (libtpu 0.0.51).
-            return with_layout_constraint(whole_rows, DimOrder(major_to_minor=tuple(range(whole_rows.ndim))))
-
-        return _map_named(one, params, total)
 
     def specs(self, params: Tree) -> Tree:
         """Specs over `data` of what `reduce` returns for these parameters."""
@@ -164,7 +133,7 @@ class DataReduction:
         """Sums of gradients before the first microbatch, with the shapes that a device accumulates in."""
 
         def zero(name: str, leaf: jax.Array) -> jax.Array:
-            shape, dim = list(leaf.shape), self.sum_dim(name, leaf) if self.each_microbatch else None
+            shape, dim = list(leaf.shape), self.dim(name, leaf) if self.each_microbatch else None
             if dim is not None:
                 shape[dim] //= self.layout.mesh.shape["data"]
             return jnp.zeros(shape, sum_dtype(leaf))
@@ -228,39 +197,11 @@ def compute_gradients(loss: LossFunction, arguments: Arguments, plan: Accumulati
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     run = partial(_automatic, loss, plan)
     if plan.on_shards and plan.layout.mesh.shape["data"] > 1 and not jax.tree.leaves(arguments.model_state):
-        by_shard = jax.jit(partial(_on_shards, loss, plan), inline=True)
-        # What prints (jax.debug.print) does not lower where data alone is manual (jax 0.10.2).
-        run = run if by_shard.trace(arguments).jaxpr.effects else by_shard
+        run = partial(_on_shards, loss, plan)
     total, model_state, (loss_sum, weight, metrics) = run(arguments)
     # The sums become the average over the global batch.
     total = jax.tree.map(lambda t: t / divisor(weight), total)
     return Gradients(total, loss_sum, weight, model_state, metrics)
-
-
-def compute_mean_loss(loss: LossFunction, arguments: Arguments, plan: Accumulation) -> jax.Array:
-    """The mean loss without its gradient, as often as an optimizer asks for it: float32 [], without its loss scale.
-
-    It is the loss that `compute_gradients` differentiates, with its microbatches and random numbers, and may itself be
-    differentiated twice.
-    """
-    params, fixed, model_state, batch, key = arguments
-    if plan.count == 1:
-        _, (total, weight, _, _) = loss(params, fixed, model_state, batch, jax.random.fold_in(key, 0))
-        return total / divisor(weight)
-
-    # Differentiated, it keeps the activations of one microbatch, as the gradient of the step does.
-    @jax.checkpoint
-    def one(params: Tree, state: Tree, index: jax.Array, rows: Batch) -> tuple[jax.Array, jax.Array, Tree]:
-        _, (total, weight, state, _) = loss(params, fixed, state, rows, jax.random.fold_in(key, index))
-        return total, weight, state
-
-    def step(state: Tree, microbatch: tuple[jax.Array, Tree]) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
-        total, weight, new = one(params, state, *microbatch)
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), new, state), (total, weight)
-
-    microbatches = (jnp.arange(plan.count), split_microbatches(batch, plan.count))
-    _, (totals, weights) = jax.lax.scan(step, model_state, microbatches)
-    return jnp.sum(totals) / divisor(jnp.sum(weights))
 
 
 def _automatic(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
@@ -277,7 +218,7 @@ def _automatic(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> 
 def _on_shards(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> tuple[Tree, Tree, TaskSums]:
     """Accumulate in code that is manual over `data`: each shard its own rows, reduced after the loop."""
     layout = plan.layout
-    reduction = DataReduction(layout, plan.zero, plan.stack)
+    reduction = DataReduction(layout, plan.zero)
     manual = dataclasses.replace(layout, manual=layout.manual | {"data"})
     adds_rest = plan.zero == 1 and plan.stack is not None
     differentiate = _differentiate(loss, plan, reduction if reduction.each_microbatch else None, adds_rest=adds_rest)
@@ -288,7 +229,7 @@ def _on_shards(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> 
         with use_layout(manual):
             zeros = reduction.zeros(params)
             total, model_state, sums = _accumulate(plan, differentiate, lambda total: total, zeros, arguments)
-            total = (reduction.as_stored if reduction.each_microbatch else reduction.reduce)(total, params)
+            total = total if reduction.each_microbatch else reduction.reduce(total, params)
         return total, model_state, jax.lax.psum(sums, "data")
 
     # Unchecked: the check would ask for casts in the loops of users' models. The sums above are the only
@@ -324,7 +265,7 @@ def _differentiate(
         constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=plan.powers_of_two)
         whole, structure = paths_of(params), jax.tree.structure(params)
         zeros = {} if reduction is None else paths_of(reduction.zeros(params))
-        dims = {name: None if reduction is None else reduction.sum_dim(name, leaf) for name, leaf in whole.items()}
+        dims = {name: None if reduction is None else reduction.dim(name, leaf) for name, leaf in whole.items()}
 
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
             return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)

@@ -279,7 +279,7 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
             return function(*args)
 
     # Unchecked for the reason given in gradients.py.
-    run = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=pipeline.layout.mesh,
         in_specs=in_specs,
@@ -287,14 +287,3 @@ def enter(pipeline: Pipeline, function: Callable[..., Tree], in_specs: Tree, out
         axis_names={"pipe", "data"},
         check_vma=False,
     )
-
-    def checked(*args: Tree) -> Tree:
-        jitted = jax.jit(run, inline=True)
-        if jitted.trace(*args).jaxpr.effects:
-            raise ConfigError(
-                f"parallel.pipe={pipeline.schedule.num_stages}, but the model or its loss prints (jax.debug.print), "
-                "which jax cannot do in a stage; remove that, or use parallel.pipe=1"
-            )
-        return jitted(*args)
-
-    return checked

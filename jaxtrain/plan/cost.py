@@ -1,10 +1,6 @@
-"""What a run costs: steps, hours, rent of devices that stay or may be taken away, electricity, buying instead.
+"""What a run costs: steps, hours and rent, in USD. No jax here.
 
-No jax here. Prices are in USD and, unless a name says otherwise, of one device and one hour.
-
-Sources:
-    Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17(9).
-    Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3).
+Source:
     Llama Team 2024 (arXiv 2407.21783), section 3.3.4.
 """
 
@@ -16,49 +12,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.targets import Target, rented_devices
 from jaxtrain.plan.workload import Workload
-
-# One a day for each node, on the careful side of what is published: Google's preemptible VMs always stop after 24 hours
-# (cloud.google.com/compute/docs/instances/preemptible), while AWS's Spot Instance Advisor sorts instance types by the
-# share of instances taken within a month, with "above 20 %" as its worst class.
-INTERRUPTIONS_PER_NODE_HOUR = 1 / 24
-_USD_PER_KWH = 0.12
-# Between two saves: more often, and hosts and storage do little else; more rarely, and a failure costs half a day.
-_LEAST_INTERVAL, _MOST_INTERVAL = 300.0, 6 * 3600.0
-# Below it a run on spot devices does not end in practice: 100 times as long as without interruptions.
-_LEAST_EFFICIENCY, _NO_EFFICIENCY = 0.01, 1e-12
-# What cloud disks and object stores take of one host. Saves are written while training goes on, so this is the most
-# that one can cost.
-_SAVE_BYTES_PER_SECOND = 1e9
-_LEAST_SAVE_SECONDS = 5.0
-# A new machine, the program compiled or read from the cache, the state read.
-_RESTART_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class Spot:
-    """Training on devices that may be taken away at any time.
-
-    Attributes:
-        usd_hour: price of one device.
-        checkpoint_interval_seconds: work between two saves: that of `young_interval`, within 5 minutes and 6 hours.
-        efficiency: share of the wall time that is work that is kept, see `spot_efficiency`.
-        hours: wall time, with lost work, saves and restarts.
-        usd: for all devices. All of the wall time is paid for: an upper bound where restarting means waiting for a
-            device that is not paid for yet.
-        interruptions: expected number, those that hit a restart included.
-    """
-
-    usd_hour: float
-    checkpoint_interval_seconds: float
-    efficiency: float
-    hours: float
-    usd: float
-    interruptions: float
-
-    @property
-    def is_sensible(self) -> bool:
-        """Whether enough work is kept for the figures to mean anything."""
-        return self.efficiency >= _LEAST_EFFICIENCY
 
 
 @dataclass(frozen=True)
@@ -72,12 +25,7 @@ class Cost:
         device_hours: `hours` of all devices.
         rented_devices: those that rent is paid for, with what comes along and is not used.
         on_demand_usd: rent of these for `hours`.
-        spot: the same on devices that may be taken away.
-        energy_kwh: all devices at board power for `hours`: an upper bound for them, and without hosts and cooling.
-        energy_usd: price of that energy. Rent includes it, owning does not.
-        purchase_usd: price of buying all devices.
-        break_even_hours: hours of renting on demand after which buying would have been cheaper. None also where rent is
-            free.
+        spot_usd: the same at the price of devices that may be taken away, if none is.
     """
 
     steps: int
@@ -86,55 +34,7 @@ class Cost:
     device_hours: float
     rented_devices: int
     on_demand_usd: float | None
-    spot: Spot | None
-    energy_kwh: float | None
-    energy_usd: float | None
-    purchase_usd: float | None
-    break_even_hours: float | None
-
-
-def young_interval(save_seconds: float, mean_seconds_between_interruptions: float) -> float:
-    """Work between two saves that wastes the least: `sqrt(2 δ M)` (Young 1974).
-
-    Balances saves, `δ / τ` of the time, with work that is lost, half an interval for each interruption: `τ / 2 M`. Of
-    first order: good while a save takes much less time than passes between interruptions.
-
-    Args:
-        save_seconds: time that a save keeps the devices from computing (δ).
-        mean_seconds_between_interruptions: of the whole job (M).
-
-    Returns:
-        Seconds of work.
-    """
-    return math.sqrt(2 * save_seconds * mean_seconds_between_interruptions)
-
-
-def spot_efficiency(
-    interval_seconds: float,
-    save_seconds: float,
-    restart_seconds: float,
-    mean_seconds_between_interruptions: float,
-) -> float:
-    """Share of the wall time that is work that is kept, when interruptions come at random.
-
-    Daly's complete cost function (Daly 2006), by which work of `T` seconds takes
-    `T / τ · M exp(R / M) (exp((τ + δ) / M) - 1)`. It is exact for interruptions that are a Poisson process and may come
-    during work, saves and restarts. The first-order cost, `1 - δ / τ - τ / 2 M - R / M`, becomes negative where
-    interruptions are as frequent as saves; this one does not.
-
-    Args:
-        interval_seconds: work between two saves (τ).
-        save_seconds: as `young_interval` takes them (δ), and so are the last (M).
-        restart_seconds: from an interruption until work goes on: a device, start, compile, restore (R).
-        mean_seconds_between_interruptions: of the whole job.
-
-    Returns:
-        Between 0 and 1; 0 itself only where the share is too small for a float.
-    """
-    mean = mean_seconds_between_interruptions
-    segment = (interval_seconds + save_seconds) / mean
-    # 1 / (exp(x) - 1) written as exp(-x) / (1 - exp(-x)), which cannot overflow.
-    return interval_seconds / mean * math.exp(-restart_seconds / mean - segment) / -math.expm1(-segment)
+    spot_usd: float | None
 
 
 def unplanned_downtime(num_devices: int) -> float:
@@ -146,58 +46,20 @@ def unplanned_downtime(num_devices: int) -> float:
     return 0.1 * num_devices / (0.1 * num_devices + 0.9 * 16_384)
 
 
-def run_cost(steps: int, step_seconds: float, target: Target, saved_bytes: int) -> Cost:
-    """Hours, money and energy of a run of so many optimizer steps, whose checkpoints have so many bytes."""
+def run_cost(steps: int, step_seconds: float, target: Target) -> Cost:
+    """Hours and money of a run of so many optimizer steps."""
     hardware, num_devices, rented = target.hardware, target.num_devices, rented_devices(target)
     downtime = unplanned_downtime(num_devices)
-    computing = step_seconds * steps / 3600
-    hours = computing / (1 - downtime)
-    device_hours = hours * num_devices
-    energy_kwh = None if hardware.board_watts is None else hardware.board_watts / 1000 * device_hours
-    rent, price = hardware.on_demand_usd_hour, hardware.purchase_usd
+    hours = step_seconds * steps / 3600 / (1 - downtime)
+    on_demand, spot = hardware.on_demand_usd_hour, hardware.spot_usd_hour
     return Cost(
         steps=steps,
         hours=hours,
         downtime=downtime,
-        device_hours=device_hours,
+        device_hours=hours * num_devices,
         rented_devices=rented,
-        on_demand_usd=None if rent is None else rent * hours * rented,
-        spot=_spot(computing, target, saved_bytes),
-        energy_kwh=energy_kwh,
-        energy_usd=None if energy_kwh is None else energy_kwh * _USD_PER_KWH,
-        purchase_usd=None if price is None else price * num_devices,
-        break_even_hours=price * num_devices / (rent * rented) if price is not None and rent else None,
-    )
-
-
-def _spot(work_hours: float, target: Target, saved_bytes: int) -> Spot | None:
-    """What so many hours of computing cost on devices that may be taken away; None: they have no price.
-
-    One lost device stops the whole job, and a cloud takes nodes or slices, not devices. So the job is interrupted as
-    many times as often as one node as it has nodes: exact where nodes are taken independently, too often where several
-    go at once.
-    """
-    hardware = target.hardware
-    if hardware.spot_usd_hour is None:
-        return None
-    # All hosts write at once, each its part; what is replicated is written once.
-    machines = max(target.num_hosts, math.ceil(target.num_devices / hardware.devices_per_host))
-    save_seconds = max(_LEAST_SAVE_SECONDS, saved_bytes / machines / _SAVE_BYTES_PER_SECOND)
-    interruptions_per_hour = INTERRUPTIONS_PER_NODE_HOUR * target.num_hosts
-    mean_seconds = 3600 / interruptions_per_hour
-    interval = min(max(young_interval(save_seconds, mean_seconds), _LEAST_INTERVAL), _MOST_INTERVAL)
-    # A run that is shorter than the interval saves at its end.
-    segment = min(interval, work_hours * 3600)
-    # What does not end is no endless number: `is_sensible` says it.
-    efficiency = max(spot_efficiency(segment, save_seconds, _RESTART_SECONDS, mean_seconds), _NO_EFFICIENCY)
-    hours = work_hours / efficiency
-    return Spot(
-        usd_hour=hardware.spot_usd_hour,
-        checkpoint_interval_seconds=interval,
-        efficiency=efficiency,
-        hours=hours,
-        usd=hours * rented_devices(target) * hardware.spot_usd_hour,
-        interruptions=hours * interruptions_per_hour,
+        on_demand_usd=None if on_demand is None else on_demand * hours * rented,
+        spot_usd=None if spot is None else spot * hours * rented,
     )
 
 

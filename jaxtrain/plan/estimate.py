@@ -11,7 +11,7 @@ from jaxtrain.layout.rules import AXES
 from jaxtrain.plan.compile import ExactMemory, ask
 from jaxtrain.plan.cost import Cost, run_cost
 from jaxtrain.plan.memory import Memory, reserved_bytes, step_memory
-from jaxtrain.plan.state import shard_parameters, state_bytes
+from jaxtrain.plan.state import state_bytes
 from jaxtrain.plan.step import device_step, with_degrees
 from jaxtrain.plan.targets import Target, rented_devices
 from jaxtrain.plan.time import StepTime, has_fp8, step_time
@@ -108,17 +108,11 @@ def analyse(config: Config, target: Target, *, sizes: RowSizes | None = None) ->
         return _analyse_own(config, target)
     workload = describe_workload(config, sizes)
     step = device_step(config, target, workload)
-    stored, degrees = step.stored, dict(step.degrees)
-    state = state_bytes(config, stored, step.placed, degrees)
+    degrees = dict(step.degrees)
+    state = state_bytes(config, step.stored, step.placed, degrees)
     memory = step_memory(step, state, target)
-    time, cost = step_time(step, state, target, memory.host_parts), None
-    if time is not None:
-        alone: dict[str, int] = dict.fromkeys(AXES, 1)
-        whole = state_bytes(config, stored, shard_parameters(config, stored, alone), alone)
-        # Checkpoints of adapters name their base and do not hold it; what `optimizer.freeze` names is saved like the
-        # rest.
-        saved = whole.total - (whole.frozen if config.finetune.lora is not None else 0)
-        cost = run_cost(config.train.steps, time.seconds, target, saved)
+    time = step_time(step, state, target, memory.host_parts)
+    cost = None if time is None else run_cost(config.train.steps, time.seconds, target)
     num_parameters = model_tensors(config.model, workload).num_parameters
     notes = (*workload.notes, *_notes(config, target, has_time=time is not None))
     return Estimate(config, target, degrees, workload, num_parameters, memory, time, cost, notes=notes)

@@ -58,10 +58,8 @@ class Hardware:
         link_bandwidth: bytes/s of one device in one direction, over all its NVLink, ICI or PCIe links together.
         network_bandwidth: bytes/s of one device between nodes or slices, when all devices of a node send.
         host_bandwidth: bytes/s of one device in one direction between it and its host.
-        board_watts: None where it is not published.
         on_demand_usd_hour: of one device.
         spot_usd_hour: of one device.
-        purchase_usd: of one device, where one can buy it.
         shapes: device counts that it is rented in, the smallest first.
         compiler: the type that `plan.topology` compiles for, if it does.
         device_kinds: `device.device_kind` in jax.
@@ -81,10 +79,8 @@ class Hardware:
     link_bandwidth: _Rate
     network_bandwidth: _Rate
     host_bandwidth: _Rate
-    board_watts: _Rate | None
     on_demand_usd_hour: _Price
     spot_usd_hour: _Price
-    purchase_usd: _Price
     shapes: tuple[_Count, ...]
     compiler: str | None
     device_kinds: tuple[str, ...]
@@ -229,14 +225,12 @@ def measured_cpu(
     # Data between the devices of a CPU moves through its memory.
     rates = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth")
     sources: dict[str, str] = dict.fromkeys(("memory_bytes", "peak_flops", *rates), "measured on this machine")
-    sources["board_watts"] = "assumed: 65 W a machine, the base power of common desktop processors (Intel ARK, 2024)"
     values: dict[str, Any] = {
         **dict.fromkeys(rates, memory_bandwidth),
         **dict.fromkeys(("island", "devices_per_host"), num_devices),
         "peak_flops": dict(peak_flops),
         "memory_bytes": memory_bytes,
         "shapes": (num_devices,),
-        "board_watts": 65.0 / num_devices,
         "sources": shipped.sources | sources,
     }
     return dataclasses.replace(shipped, **values)
@@ -250,7 +244,6 @@ _COLUMNS = {
     ("fp8", "TFLOP/s"): (lambda one: one.peak_flops.get("fp8"), 1e12, ".0f"),
     ("link", "GB/s"): (lambda one: one.link_bandwidth, 1e9, ".0f"),
     ("network", "GB/s"): (lambda one: one.network_bandwidth, 1e9, ".1f"),
-    ("", "watts"): (lambda one: one.board_watts, 1, ".0f"),
     ("on-demand", "$/h"): (lambda one: one.on_demand_usd_hour, 1, ".2f"),
     ("spot", "$/h"): (lambda one: one.spot_usd_hour, 1, ".2f"),
 }

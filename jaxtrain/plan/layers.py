@@ -193,14 +193,6 @@ def expert_work(config: Config, target: Target, tokens: float) -> ExpertWork | N
     return ExpertWork(rows / tokens, multiplied / tokens, again, shards > 1 and not is_one_round(*sizes))
 
 
-def least_experts(model: TransformerConfig) -> ExpertWork | None:
-    """What experts take at least: each token meets those that it chose."""
-    if model.experts is None:
-        return None
-    chosen = float(model.experts.experts_per_token)
-    return ExpertWork(rows=chosen, multiplied=chosen)
-
-
 def in_manual_region(config: Config) -> bool:
     """Whether `run_manually` enters inside another manual region, and its backward pass computes the forward again.
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
-from jaxtrain.layout.rules import num_pieces, stage_over_data
+from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.metrics.flops import structure_block
 from jaxtrain.models.shipped.shapes import Stack, Structure, latent_width, mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
@@ -133,10 +133,9 @@ def _parameters(step: DeviceStep) -> tuple[float, float, float]:
     # on a pipeline those of a chunk come together.
     has_stack = isinstance(config.model, TransformerConfig | ViTConfig)
     by_layer = has_stack and config.finetune.lora is None and not step.workload.pairs
-    by_use = by_layer and step.microbatches > 1 and degrees["data"] == math.prod(degrees.values())
     by_layer = by_layer and degrees["pipe"] == 1
     # Of one layer or of one parameter outside the stack: its gradient before it is added to a sum or scattered.
-    one_layer = _largest_gradient(step, by_use=zero if by_use and _whole_logits(step) else 0)
+    one_layer = _largest_gradient(step)
     gradients, unscattered = min(POLICY_DTYPES[config.precision.policy].param_bytes, size) * local, 0.0
     if step.microbatches > 1:
         gradients = _FP32 * (for_state if zero == 2 else local)
@@ -176,32 +175,12 @@ def _gathered(step: DeviceStep, unscattered: float) -> float:
     return outside + unscattered + max(stacks.values(), default=0.0)
 
 
-def _whole_logits(step: DeviceStep) -> bool:
-    """Whether the logits of a device are computed at once, if there are any.
-
-    Lookup and output layer then add to the sums of their tables by themselves, with ZeRO on a mesh of `data` alone.
-    """
-    if step.structure is None:
-        return False
-    last, vocabulary = step.structure.stacks[-1], (step.structure.vocabulary or 0) / step.degrees["tensor"]
-    if vocabulary == 0:
-        return True
-    return logit_blocks_of(step.config, step.tokens(last), last.blocks.embed_dim, vocabulary).by == "whole"
-
-
-def _largest_gradient(step: DeviceStep, *, by_use: int) -> float:
-    """Bytes of the largest gradient before it is added to a sum: of a layer, or of a parameter outside the stacks.
-
-    `by_use` is the ZeRO stage where tables outside the stacks get theirs in blocks of ids, in float32; 0: they do not.
-    """
+def _largest_gradient(step: DeviceStep) -> float:
+    """Bytes of the largest gradient before it is added to a sum: of a layer, or of a parameter outside the stacks."""
     degrees, found = step.degrees, dict[str, float]()
     for one in step.trained:
         layers = 1 if one.scan is None else one.shape[0] / (degrees["pipe"] if one.stacked else 1)
         gradient = step.itemsize * local_size(one.shape, one.entries, degrees) / layers
-        is_table = one.scan is None and len(one.shape) == 2
-        # Under stage 2 a device sums some columns, see `DataReduction.sum_dim`.
-        if is_table and (by_use == 1 or (by_use == 2 and min(one.shape) % degrees["data"] == 0)):
-            gradient = _FP32 * math.prod(one.shape) / num_pieces(math.prod(one.shape), max(one.shape))
         name = one.path if one.scan is None else one.scan
         found[name] = found.get(name, 0.0) + gradient
     return max(found.values(), default=0.0)
@@ -295,7 +274,7 @@ def _transformer(step: DeviceStep, structure: Structure, kind: str) -> Work:
     kept += _adapters(step, structure)
     if structure.vocabulary is None:
         return Work(kept, block, 0.0, moved)
-    vocabulary = structure.vocabulary / step.degrees["tensor"]
+    width, vocabulary = structure.head[-1].inputs, structure.vocabulary / step.degrees["tensor"]
     logit_blocks = logit_blocks_of(step.config, t, width, vocabulary)
     head = block_bytes(logit_blocks, math.ceil(t), width, math.ceil(vocabulary), itemsize=size)
     if kind == "cpu" and logit_blocks.by == "whole":

@@ -46,8 +46,9 @@ def fitted_plan(config: Config, target: Target) -> Estimate:
         if best is None:
             raise
         reason = str(error).split("; ")[0]
-    changed = ("batch",) if best.train.global_batch_size != config.train.global_batch_size else ()
-    line = f"planned for {target.name} with {describe_layout(best, changed)}, because {reason}"
+    rows = best.train.global_batch_size
+    larger = "" if rows == config.train.global_batch_size else f", batch {rows}"
+    line = f"planned for {target.name} with {describe_layout(best)}{larger}, because {reason}"
     return dataclasses.replace(analytic_plan(best, target), fitted=line)
 
 

@@ -25,12 +25,10 @@ from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.targets import Target, this_machine
 from jaxtrain.plan.workload import RowSizes
 
-# What a search varies; a batch changes the numbers of a run, and is left alone unless it is asked for.
+# What a search varies; the batch, which changes the numbers of a run, is left alone.
 VARIED = ("mesh", "zero", "remat", "microbatches", "schedule")
-_KNOWN = (*VARIED, "batch")
 # Remat, batch, precision and optimizer stay as the user wrote them.
 VARIED_BY_AUTO = ("mesh", "zero", "schedule")
-_MOST_ROWS = 256
 # Below this a device has too few tokens to shard its sequence, and the axis only costs.
 _LONG_SEQUENCE = 4096
 _MOST_PIPE = 32
@@ -45,13 +43,11 @@ class Found:
         ranked: layouts that fit, fastest first; of unknown capacity they count as fitting.
         too_large: layouts that do not fit, the smallest first.
         refused: why each layout that the model or the batch cannot take is none.
-        vary: what was varied.
     """
 
     ranked: tuple[Estimate, ...]
     too_large: tuple[Estimate, ...]
     refused: tuple[str, ...]
-    vary: tuple[str, ...] = VARIED
 
     @property
     def tried(self) -> int:
@@ -71,15 +67,12 @@ def search(
     Args:
         config: the run; what is varied is replaced, everything else stays.
         target: hardware and count.
-        vary: out of `VARIED` and "batch".
+        vary: out of `VARIED`.
         sizes: as `analyse` takes them.
 
     Raises:
-        ConfigError: an unknown thing to vary, or sizes that only the data knows.
+        ConfigError: sizes that only the data knows.
     """
-    for name in vary:
-        if name not in _KNOWN:
-            raise ConfigError(f"cannot search over {name!r}; known: {', '.join(_KNOWN)}")
     ranked, too_large, refused = [], [], []
     for candidate in layouts(config, target.num_devices, vary):
         try:
@@ -89,12 +82,9 @@ def search(
             continue
         (too_large if estimate.fits is False else ranked).append(estimate)
 
-    def row_seconds(one: Estimate) -> float:
-        return math.inf if one.time is None else one.time.seconds / one.workload.rows
-
-    ranked.sort(key=lambda one: (row_seconds(one), one.memory.total_bytes))
+    ranked.sort(key=lambda one: (math.inf if one.time is None else one.time.seconds, one.memory.total_bytes))
     too_large.sort(key=lambda one: one.memory.total_bytes)
-    return Found(tuple(ranked), tuple(too_large), tuple(refused), tuple(vary))
+    return Found(tuple(ranked), tuple(too_large), tuple(refused))
 
 
 def fitted(config: Config, target: Target) -> Config | None:
@@ -167,20 +157,17 @@ def _options(
     if not isinstance(config.model, OF_BLOCKS):
         # A ResNet recomputes its blocks or does not.
         policies = () if isinstance(config.model, MLPConfig) else ("none", "full")
-    batches = _powers_of_two(max(_MOST_ROWS, 4 * math.prod(degrees.values())))
-    most_rows = max(config.train.global_batch_size, *(batches if "batch" in vary else (1,)))
-    # What is varied: path of the config, what that says, and what else is tried. A batch has its own microbatches.
+    # What is varied: path of the config, what that says, and what else is tried.
     known: dict[str, tuple[str, Any, Sequence[Any]]] = {
         "zero": ("parallel.zero", zero, (0, 1, 2)),
         "remat": ("remat.policy", config.remat.policy, policies),
-        "microbatches": ("microbatches", *_microbatches(config, most_rows, degrees)),
+        "microbatches": ("microbatches", *_microbatches(config, degrees)),
         "schedule": ("parallel.schedule", parallel.schedule, ("1f1b", "interleaved_1f1b")),
-        "batch": ("train.global_batch_size", config.train.global_batch_size, batches),
     }
     choices = {
         path: tuple(dict.fromkeys((own, *others)))
         for name, (path, own, others) in known.items()
-        if (name in vary or (name == "microbatches" and "batch" in vary)) and (name != "schedule" or pipe > 1)
+        if name in vary and (name != "schedule" or pipe > 1)
     }
     if "zero" in vary and degrees["data"] == 1 and zero != 3:
         choices["parallel.zero"] = (0,)
@@ -190,23 +177,17 @@ def _options(
         one = pipe == 1 and options.get("microbatches", config.train.accumulation_steps) == 1
         if options.get("parallel.zero") == 2 != parallel.zero and one:
             continue
-        rows = options.get("train.global_batch_size", 0)
-        if pipe == 1 and rows % (batch_shards(degrees) * options.get("microbatches", 1)):
-            continue
         yield options
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]
-
-
-def _microbatches(config: Config, rows: int, degrees: Mapping[str, int]) -> tuple[int, list[int]]:
+def _microbatches(config: Config, degrees: Mapping[str, int]) -> tuple[int, list[int]]:
     """The config's number of microbatches, and others: by doubling to a row on each device; of a pipeline per stage."""
     pipe, accumulation = degrees["pipe"], config.train.accumulation_steps
     if pipe > 1:
         own = config.parallel.microbatches or (accumulation if accumulation > 1 else 2 * pipe)
         return own, [2 * pipe, 4 * pipe, 8 * pipe]
-    return accumulation, _powers_of_two(min(max(rows // batch_shards(degrees), 16), _MOST_MICROBATCHES))
+    most = min(max(config.train.global_batch_size // batch_shards(degrees), 16), _MOST_MICROBATCHES)
+    return accumulation, [2**power for power in range(most.bit_length())]
 
 
 def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> Config:
@@ -222,16 +203,13 @@ def _replaced(config: Config, mesh: dict[str, int], options: dict[str, Any]) -> 
             groups.setdefault(group, {})[key] = value
     if pipe == 1:
         groups["parallel"]["microbatches"] = None
-    replaced = config.model_copy(
+    return config.model_copy(
         update={name: getattr(config, name).model_copy(update=update) for name, update in groups.items()}
     )
-    # As many rows of the whole run as without: steps of different batches are of different lengths.
-    rows, own = replaced.train.global_batch_size, config.train.global_batch_size
-    return with_steps(replaced, max(1, round(config.train.steps * own / rows)))
 
 
-def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
-    """A layout in a line: degrees above 1, the options that matter on it, and the batch where a search varied it."""
+def describe_layout(config: Config) -> str:
+    """A layout in a line: degrees above 1, and the options that matter on it."""
     parallel = config.parallel
     degrees = [f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) != 1] or ["one device"]
     options = [f"remat={config.remat.policy}"]
@@ -241,8 +219,6 @@ def describe_layout(config: Config, vary: Sequence[str] = ()) -> str:
         options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
     elif config.train.accumulation_steps > 1:
         options.append(f"accumulation={config.train.accumulation_steps}")
-    if "batch" in vary:
-        options.append(f"batch {config.train.global_batch_size}")
     return ", ".join([*degrees, *options])
 
 
@@ -254,7 +230,7 @@ def why_not(found: Found) -> list[str]:
         needed, there = format_gib(nearest.memory.total_bytes), format_gib(nearest.memory.usable_bytes or 0)
         lines.append(
             f"{len(found.too_large)} layouts need more memory than {there}; the smallest needs "
-            f"{needed}: {describe_layout(nearest.config, found.vary)}"
+            f"{needed}: {describe_layout(nearest.config)}"
         )
     # Reasons that differ in numbers only are one, shown by its first.
     kinds: dict[str, list[str]] = {}

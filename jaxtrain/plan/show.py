@@ -34,16 +34,6 @@ _ANSWERED = (
     "spot",
     "cost",
 )
-# Rows that a table has only where all of it is asked for.
-_FULL = (
-    "unplanned downtime",
-    "device-hours",
-    "spot checkpoints",
-    "spot efficiency",
-    "energy",
-    "buying the devices",
-    "break-even",
-)
 
 
 def hours(count: float) -> str:
@@ -125,7 +115,7 @@ def answer_lines(estimate: Estimate) -> list[str]:
             f"step: {facts['step time']}, bound by {facts['bound by']}",
             f"speed: {facts[f'{unit}/s']}, MFU {facts['MFU']}",
             f"time: {facts['time to train']} for {format_count(total)} {unit} in {cost.steps:,} steps",
-            f"cost: {facts['on demand']} on demand; spot {facts['spot']}",
+            f"cost: {facts['on demand']} on demand; {facts['spot']} at the spot price, if nothing is interrupted",
         ]
     return lines if estimate.fitted is None else [*lines, f"layout: {estimate.fitted}"]
 
@@ -136,15 +126,11 @@ def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> lis
     if not first:
         lines.append(f"{target.name}: none of {found.tried} layouts fits; the plan shows the one of the least memory")
     else:
-        unit, order = first[0].workload.unit, "by memory, since no time is known"
-        if first[0].time is not None:
-            order = f"by {unit}/s, at equal {unit} of the run" if "batch" in found.vary else "by step time"
+        order = "by memory, since no time is known" if first[0].time is None else "by step time"
         lines.append(f"{target.name}: {len(found.ranked)} of {found.tried} layouts fit; the first {order}:")
     for place, one in enumerate(first, 1):
         speed = "no time" if one.time is None else seconds_text(one.time.seconds)
-        if one.time is not None and "batch" in found.vary:
-            speed = f"{format_count(one.tokens_per_second or one.rows_per_second)} {one.workload.unit}/s"
-        layout = describe_layout(one.config, found.vary)
+        layout = describe_layout(one.config)
         compiled = next((each for each in plans if each.exact is not None and each.config == one.config), None)
         layout += "; too large according to the compiler" if compiled is not None and compiled.fits is False else ""
         lines.append(f"  {place:>2}. {speed:>10}  {size_text((compiled or one).peak_bytes):>10}  {layout}")
@@ -194,7 +180,7 @@ def _setup(estimate: Estimate) -> dict[str, str]:
     }
     if target.num_hosts > 1:
         rate, between = hardware.network_bandwidth, "slices" if hardware.kind == "tpu" else "nodes"
-        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) per device between {between} (--network)"
+        rows["network"] = f"{rate / 1e9:g} GB/s ({8 * rate / 1e9:g} Gbit/s) per device between {between}"
     if parallel.zero:
         rows["ZeRO"] = f"stage {parallel.zero}"
     if degrees["pipe"] > 1:
@@ -237,7 +223,7 @@ def _memory(estimate: Estimate, *, alone: bool) -> dict[str, str]:
 
 
 def _time(estimate: Estimate, *, alone: bool) -> dict[str, str]:
-    """What a step takes; side by side its blocks would be as many rows again, and the page has them as bars."""
+    """What a step takes; side by side its blocks would be as many rows again."""
     time = estimate.time
     if estimate.fits is False:
         return {}
@@ -286,28 +272,12 @@ def _cost(estimate: Estimate) -> dict[str, str]:
         return {}
     if cost is None:
         return {"cost": UNKNOWN}
-    rows = {
+    return {
         "steps": f"{cost.steps:,}",
         "time to train": hours(cost.hours) + (f" ({format_clock(3600 * cost.hours)})" if cost.hours >= 1 else ""),
-        "unplanned downtime": f"{_three_digits(100 * cost.downtime)} % of that (Llama 3: 10 % on 16,384)",
-        "device-hours": f"{cost.device_hours:,.1f}" if cost.device_hours >= 10 else f"{cost.device_hours:.3g}",
         "on demand": dollars(cost.on_demand_usd),
-        "spot": UNKNOWN,
+        "spot": dollars(cost.spot_usd),
     }
-    spot = cost.spot
-    if spot is not None and not spot.is_sensible:
-        rows["spot"] = "not sensible: interruptions and saves take nearly all of the time"
-    elif spot is not None:
-        count = f"{spot.interruptions:,.1f}" if spot.interruptions >= 1 else f"{spot.interruptions:.1g}"
-        rows["spot"] = f"{dollars(spot.usd)} in {hours(spot.hours)}"
-        rows["spot checkpoints"] = f"every {hours(spot.checkpoint_interval_seconds / 3600)}"
-        rows["spot efficiency"] = f"{100 * spot.efficiency:.1f} %, {count} interruptions expected"
-    energy = cost.energy_kwh
-    rows["energy"] = UNKNOWN if energy is None else f"{_three_digits(energy)} kWh, {dollars(cost.energy_usd)}"
-    rows["buying the devices"] = dollars(cost.purchase_usd)
-    if cost.break_even_hours is not None:
-        rows["break-even"] = f"after {cost.break_even_hours:,.0f} hours of rent"
-    return rows
 
 
 def remarks(estimates: Sequence[Estimate]) -> dict[str, list[str]]:
@@ -327,17 +297,16 @@ def remarks(estimates: Sequence[Estimate]) -> dict[str, list[str]]:
     return {title: lines for title, lines in found.items() if lines}
 
 
-def table(estimates: Sequence[Estimate], *, full: bool = True) -> str:
+def table(estimates: Sequence[Estimate]) -> str:
     """Estimates side by side, for people: a column each, or one column with shares.
 
     Args:
         estimates: one or more; more than four take several tables.
-        full: whether all rows are shown, or those that most people ask for.
 
     Returns:
         Lines of at most 120 characters, without a line end after the last.
     """
-    left_out = () if full else (*_FULL, *(_ANSWERED if len(estimates) == 1 else ()))
+    left_out = _ANSWERED if len(estimates) == 1 else ()
     names, blocks = labels(estimates), []
     # Even tables: five estimates are better read as three and two than as four and one.
     num_tables = math.ceil(len(estimates) / _MOST_COLUMNS)

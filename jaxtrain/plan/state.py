@@ -38,7 +38,6 @@ from jaxtrain.models.adapter_targets import adapted_rows, check_train_also, find
 from jaxtrain.models.shipped.shapes import Shapes, Tensors
 from jaxtrain.optim.rules import (
     NEWTON_SCHULZ_STEPS,
-    adamw_patterns,
     as_matrix,
     check_groups,
     check_patterns,
@@ -274,9 +273,7 @@ def state_bytes(
 
 
 def _check_matches(config: Config, placed: Sequence[Parameter]) -> None:
-    """Raise where a pattern of `optimizer.groups` matches no trained parameter, or one of `adamw` none at all."""
-    for key, patterns in adamw_patterns(config.optimizer).items():
-        check_patterns(key, patterns, in_step_order(one.path for one in placed))
+    """Raise where a pattern of `optimizer.groups` matches no trained parameter."""
     if not isinstance(config.optimizer, CalledOptimizer):
         matches = [group.match for group in config.optimizer.groups]
         check_groups("optimizer.groups.{}.match", matches, [one.path for one in placed if one.trained])
@@ -298,7 +295,7 @@ def _optimizer_bytes(config: Config, stored: Finetuned, one: Parameter, size: in
         case AdamWDirection():
             return 2 * _moment_bytes(optimizer.moments, one, size, degrees)
         case MuonDirection():
-            matrix = as_matrix(one.path, one.shape, stored.axes, exclude=optimizer.adamw)
+            matrix = as_matrix(one.path, one.shape, stored.axes)
             return _FP32 * size * (2 if matrix is None else 1)
         case LionDirection():
             return _moment_bytes(optimizer.moments, one, size, degrees)
@@ -319,15 +316,14 @@ def _moment_bytes(moments: str, one: Parameter, size: int, degrees: Mapping[str,
 
 
 def _adafactor_numbers(stored: Finetuned, one: Parameter, degrees: Mapping[str, int], smallest: int) -> int:
-    """Row and column sums of each layer over its two largest dims if both are large enough, else a second moment.
+    """Row and column sums over the two largest dims if both are large enough, else a second moment.
 
     There are three trees, and one number where a tree does not apply. Sums are sharded as the dims that they keep.
     """
-    counting = counting_dims(one.path, one.shape, stored.axes, stack=stored.tensors.stack)
-    factored = factored_dims(one.shape, counting, smallest)
+    factored = factored_dims(one.shape, smallest)
     if factored is None:
         return 2 + local_size(one.shape, one.state_entries, degrees)
-    numbers = 1
+    numbers, counting = 1, counting_dims(one.path, one.shape, stored.axes, stack=stored.tensors.stack)
     for gone in factored:
         shape = tuple(size for dim, size in enumerate(one.shape) if dim != gone)
         entries = kept_entries(one.state_entries, one.shape, shape, degrees=degrees, counting=counting)
@@ -349,7 +345,7 @@ def update_flops(config: Config, stored: Finetuned, placed: Sequence[Parameter],
         optimizer = _direction(config, one)
         if not isinstance(optimizer, MuonDirection):
             continue
-        matrix = as_matrix(one.path, one.shape, stored.axes, exclude=optimizer.adamw)
+        matrix = as_matrix(one.path, one.shape, stored.axes)
         if matrix is None:
             continue
         short, long = sorted(math.prod(one.shape[d] for d in dims) for dims in (matrix.rows, matrix.columns))

@@ -1,6 +1,5 @@
 """Some devices of one kind of hardware: what `--on h100x8,v5e-16` asks for, and this machine."""
 
-import dataclasses
 import math
 import os
 import re
@@ -128,23 +127,6 @@ def parse_targets(
         if targets[-1].num_devices != times * count:
             told(f"there is no {_name(entry, times * count)}; the next larger is {targets[-1].name}")
     return targets
-
-
-def with_network(target: Target, network: str) -> Target:
-    """The target with another network between its nodes or slices.
-
-    The rate is of one device in one direction: `400Gb` (bits/s) or `50GB` (bytes/s), in G, M or T.
-
-    Raises:
-        ConfigError: a rate that cannot be read.
-    """
-    read = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])([bB])(?:it)?(?:/s|ps)?", network.strip())
-    if read is None or not float(read[1]):
-        raise ConfigError(f"--network {network!r}: write bits/s or bytes/s of one device, as in 400Gb or 50GB")
-    rate = float(read[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[read[2]] / (8 if read[3] == "b" else 1)
-    hardware = target.hardware
-    sources = hardware.sources | {"network_bandwidth": "--network"}
-    return dataclasses.replace(target, hardware=dataclasses.replace(hardware, network_bandwidth=rate, sources=sources))
 
 
 def measure_cpu(num_devices: int) -> Hardware:

@@ -245,9 +245,10 @@ def _outer(step: DeviceStep, layer: OuterLayer) -> tuple[float, float]:
 
 
 def _embedding(step: DeviceStep, structure: Structure) -> BlockWork:
-    streams = [(step.tokens(one) * one.blocks.embed_dim, one.blocks) for one in structure.stacks if not one.is_leading]
+    stacks = [one for one in structure.stacks if not one.is_leading]
+    streams = [(step.tokens(one) * one.blocks.table_width, one.blocks) for one in stacks]
     # A look-up reads and writes, and so does a norm.
-    looked_up = sum(numbers * (1 + blocks.embedding_norm) for numbers, blocks in streams)
+    looked_up = sum(numbers * (1 + (blocks.embedding_norm is True)) for numbers, blocks in streams)
     entry = [_outer(step, one) for one in structure.entry]
     moved = 2 * step.itemsize * looked_up + sum(moved for _, moved in entry)
     return BlockWork("embedding", step.microbatches, sum(flops for flops, _ in entry), moved)
@@ -268,7 +269,7 @@ def _output(step: DeviceStep, structure: Structure) -> BlockWork:
     flops = moved = 0.0
     if structure.vocabulary is not None:
         last = structure.stacks[-1]
-        t, d, vocabulary = step.tokens(last), last.blocks.embed_dim, structure.vocabulary / step.degrees["tensor"]
+        t, d, vocabulary = step.tokens(last), structure.head[-1].inputs, structure.vocabulary / step.degrees["tensor"]
         found = logit_blocks_of(step.config, t, d, vocabulary)
         flops, logits, factors = 2 * t * d * vocabulary, t * vocabulary, size * (d * vocabulary + t * d)
         # A block of logits is written and read in float32, its gradient written and read by two matmuls.

@@ -12,7 +12,6 @@ from jaxtrain.config.data import (
     ImageFolderData,
     ImageRecordsData,
     LabelledTextData,
-    SpanCorruption,
     SyntheticData,
     TableData,
     TaggedTextData,
@@ -20,7 +19,6 @@ from jaxtrain.config.data import (
     TokenData,
     added_tokens,
     gives_pairs,
-    span_sizes,
 )
 from jaxtrain.config.kinds import PREFERENCES, check_kinds, check_sizes, gives_tokens
 from jaxtrain.config.model import (
@@ -256,10 +254,6 @@ def _numbers_of_text(config: Config, length: int) -> tuple[int | None, int]:
         case ChatData() as chats:
             # Inputs, targets and weights of both answers; or those with segments and positions of packed rows.
             return None, (6 if gives_pairs(chats, config.task) else 5 if chats.packing else 3) * length
-    corruption = getattr(config.data, "corruption", None)
-    if isinstance(corruption, SpanCorruption):
-        decoder_length = span_sizes(corruption, length).targets_length
-        return decoder_length, length + 2 * decoder_length
     return None, 2 * length
 
 

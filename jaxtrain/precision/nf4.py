@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.nf4 import (
     BLOCK,
     LEVELS,
     NESTED_BLOCK,
     SMALLEST,
-    check_inputs,
     dynamic_bounds,
     dynamic_map,
     level_bounds,
@@ -75,7 +75,11 @@ def quantize_nf4(kernel: jax.Array, num_input_dims: int, num_output_dims: int, *
     stack, inputs = kernel.shape[:first], kernel.shape[first : first + num_input_dims]
     outputs = kernel.shape[first + num_input_dims :]
     num_inputs, num_outputs = math.prod(inputs), math.prod(outputs)
-    check_inputs(num_inputs, what=f"a kernel {list(kernel.shape)}")
+    if num_inputs % 2:
+        raise ConfigError(
+            f"nf4 stores two weights per byte, and a kernel {list(kernel.shape)} has {num_inputs} inputs, an odd "
+            "number; use int8, or a model with an even width"
+        )
     blocks = -(-num_inputs // BLOCK)
     x = kernel.reshape(*stack, num_inputs, *outputs).astype(jnp.float32)
     padding = [(0, 0)] * len(stack) + [(0, blocks * BLOCK - num_inputs)] + [(0, 0)] * len(outputs)
@@ -91,7 +95,7 @@ def quantize_nf4(kernel: jax.Array, num_input_dims: int, num_output_dims: int, *
         return Nf4Kernel(packed, absmax, inputs=inputs, num_output_dims=num_output_dims)
     # In the order of the rows of a weight [outputs, inputs].
     flat = absmax.reshape(*stack, blocks, num_outputs).swapaxes(-1, -2).reshape(*stack, -1)
-    small, nested_absmax, offset = _quantize_magnitudes(flat)
+    small, nested_absmax, offset = quantize_magnitudes(flat)
     small = small.reshape(*stack, num_outputs, blocks).swapaxes(-1, -2).reshape(absmax.shape)
     return Nf4Kernel(packed, small, nested_absmax, offset, inputs, num_output_dims)
 
@@ -101,8 +105,12 @@ def _inverse(scales: jax.Array) -> jax.Array:
     return 1 / jnp.where(scales < SMALLEST, 1, scales)
 
 
-def _quantize_magnitudes(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes uint8 [*stack, n], nested magnitudes [*stack, ceil(n / 256)] and offset [*stack] of float32 [*stack, n]."""
+def quantize_magnitudes(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Double quantization of magnitudes, float32 [*stack, n], of the rows of a weight, one after the other.
+
+    Returns:
+        Codes uint8 [*stack, n], nested magnitudes [*stack, ceil(n / 256)] and offset [*stack].
+    """
     stack, count = absmax.shape[:-1], absmax.shape[-1]
     offset = _mean_magnitude(absmax)
     blocks = -(-count // NESTED_BLOCK)
@@ -117,7 +125,7 @@ def _quantize_magnitudes(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _mean_magnitude(absmax: jax.Array) -> jax.Array:
-    """The mean of float32 [*stack, n] in integers: `mean_magnitude` of `interop.formats.nf4`, in 32 bits each."""
+    """The mean of float32 [*stack, n], of the first 32 bits below the largest one: the same in every order of sums."""
     count, largest = absmax.shape[-1], jnp.max(absmax, axis=-1)
     bits = jax.lax.bitcast_convert_type(absmax, jnp.uint32)
     exponent = bits >> 23

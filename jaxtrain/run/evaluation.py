@@ -15,7 +15,7 @@ from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, row_dims, task_sums
+from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, task_sums
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.compiler import Value, choose_options
@@ -172,14 +172,24 @@ def _real_rows(outputs_of: Callable[[Any], Any], batch: Batch, count: int | None
     if count is None:
         return outputs_of(batch["inputs"]), batch
     size = batch["weights"].shape[0]
-    dims, shapes = row_dims(outputs_of, batch["inputs"], size)
-    leaves = jax.tree.leaves(shapes)
-    if any(dim is not None and (dim != 0 or leaf.shape[0] != size) for dim, leaf in zip(dims, leaves, strict=True)):
+
+    def shapes(times: int) -> list[tuple[int, ...]]:
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (times * size, *leaf.shape[1:]) if leaf.shape[:1] == (size,) else leaf.shape
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+        found = jax.eval_shape(outputs_of, jax.tree.map(one, batch["inputs"]))
+        return [leaf.shape for leaf in jax.tree.leaves(found)]
+
+    # Of twice the rows, what has one entry per row is twice as long.
+    once, twice = shapes(1), shapes(2)
+    has_rows = [more == (2 * size, *shape[1:]) for shape, more in zip(once, twice, strict=True)]
+    if any(not rows and shape != more for rows, shape, more in zip(has_rows, once, twice, strict=True)):
         batch = _first_rows(batch, batch, count)
         return outputs_of(batch["inputs"]), batch
-    outputs = outputs_of(batch["inputs"])
-    cut = [leaf if dim is None else leaf[:count] for leaf, dim in zip(jax.tree.leaves(outputs), dims, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(outputs), cut), _first_rows(batch, batch, count)
+    leaves, structure = jax.tree.flatten(outputs_of(batch["inputs"]))
+    cut = [leaf[:count] if rows else leaf for leaf, rows in zip(leaves, has_rows, strict=True)]
+    return jax.tree.unflatten(structure, cut), _first_rows(batch, batch, count)
 
 
 def _first_rows(tree: Any, batch: Mapping[str, Any], count: int | None) -> Any:

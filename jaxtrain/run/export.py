@@ -15,7 +15,6 @@ from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, publi
 from jaxtrain.config.published import settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
-from jaxtrain.interop.formats.nf4 import QuantizedSource
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.pretrained import load_pretrained
 from jaxtrain.interop.read import StoredParameter
@@ -44,12 +43,11 @@ def export_run(
     max_shard_size: str = "5GB",
     step: int | None = None,
     merge: bool = False,
-    base: str | None = None,
 ) -> Path:
     """Write a checkpoint of a run as a published folder; of a run with adapters, these alone, as PEFT has them.
 
-    `dtype` is that of the published model which the run started from unless it is given, `base="nf4"` writes linear
-    layers in 4 bits, and `merge` adds adapters to their base as its folder stores it.
+    `dtype` is that of the published model which the run started from unless it is given, and `merge` adds adapters to
+    their base as its folder stores it.
     """
     run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
@@ -62,8 +60,8 @@ def export_run(
     texts = exported_texts(info, run.tokenizer, origin, model)
     texts = dataclasses.replace(texts, tokenizer=tokenizer, classes=run.classes)
     if has_adapters and not merge:
-        if base is not None or dtype not in (None, "float32"):
-            raise ConfigError("adapters are written in float32; leave --base and --dtype out, or add --merge")
+        if dtype not in (None, "float32"):
+            raise ConfigError("adapters are written in float32; leave --dtype out, or add --merge")
         known = origin or Origin()
         return write_adapter(
             folder,
@@ -73,8 +71,7 @@ def export_run(
             base=Origin(known.config, companions(texts.ids, known.files, texts)),
             base_name=record.get("folder"),
         )
-    original = model if adapted is None else adapted.original
-    form = Form(dtype, max_shard_size, None if base is None else original.linears)
+    form = Form(dtype, max_shard_size)
     params = _merged(run, settings) if merge else run.params
     return write_published(folder, settings, params, run.model_state, origin=origin, texts=texts, form=form)
 
@@ -85,7 +82,6 @@ def export_folder(
     *,
     dtype: str | None = None,
     max_shard_size: str = "5GB",
-    base: str | None = None,
 ) -> Path:
     """Writes a published folder or .gguf file again, tensor by tensor; see `export_run`."""
     opened = load_pretrained(path)
@@ -94,10 +90,8 @@ def export_folder(
         {name: StoredParameter(published, place) for name, place in places.items()}
         for places in (opened.places.params, opened.places.model_state)
     ]
-    if base is not None and isinstance(published.source, QuantizedSource):
-        raise ConfigError(f"{path} is in nf4 already; copy it, or leave --base out to write floats")
     origin = Origin(published.source.config, published.source.files, saved_dtypes(published))
-    form = Form(dtype, max_shard_size, None if base is None else opened.model.linears)
+    form = Form(dtype, max_shard_size)
     return write_published(folder, settings_of(opened.config), *held, origin=origin, form=form)
 
 

@@ -88,7 +88,7 @@ def fit(
         clip_norm: largest global norm of the gradient; None: no clipping.
         ema_decay: largest decay of a moving average of the parameters, which evaluation uses; None: none.
         trainable: parameter path -> whether it is trained; None: all are.
-        learning_rate: the rate that the metrics show; None: that of the optimizer, where its optax chain says it.
+        learning_rate: the rate of the optimizer that metrics and report show, a number or a schedule; None: none.
         rules, parallelism, compiler_options, offload_optimizer: see `make_train_step`.
         params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
         seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.

@@ -1,4 +1,4 @@
-"""Signals and notices as one wish to stop: the run saves what it did and ends with exit code 75, in every phase.
+"""Signals as one wish to stop: the run saves what it did and ends with exit code 75, in every phase.
 
 Between two steps and between two batches of an evaluation the run asks whether it is to stop. Where nothing would be
 lost (before the first step of this process, while it waits for data, after the last save) the signal raises at once;
@@ -24,7 +24,6 @@ from types import FrameType
 from typing import Any, Self
 
 from jaxtrain.errors import DataError, PreemptedError
-from jaxtrain.runtime.cluster import watch_metadata
 from jaxtrain.runtime.host import drop_in_children, end_at_signal, exit_at_once
 from jaxtrain.runtime.terminal import drop_unwritten, in_notebook, print_remark
 
@@ -49,9 +48,9 @@ class StoppedWaiting(DataError):
 
 
 class Interrupt:
-    """Watches for signals and notices while it is entered; enter it in the main thread, after `jax.distributed`.
+    """Watches for signals while it is entered; enter it in the main thread, after `jax.distributed`.
 
-    Outside the main thread no handler can be set, and a single process is stopped by the metadata server alone.
+    Outside the main thread no handler can be set, and nothing is heard.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,6 @@ class Interrupt:
         self._several = jax.distributed.is_initialized() and jax.process_count() > 1
         if threading.current_thread() is threading.main_thread():
             self._listen()
-        self._ends.callback(watch_metadata(self._announce))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
@@ -196,16 +194,6 @@ class Interrupt:
         self._note_reason(number)
         if is_first and self._raises:
             raise StopNow
-
-    def _announce(self, text: str) -> None:
-        """Take a notice for a signal; called on another thread."""
-        self._reason, self._since = self._reason or text, self._since or time.monotonic()
-        if signal.SIGTERM not in self._previous:
-            self._say(signal.SIGTERM)
-        if self._several or self._previous:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self._wanted = True
 
     def _watch(self, descriptor: int) -> None:
         presses, is_told, insisted = 0, False, None

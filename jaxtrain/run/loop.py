@@ -8,7 +8,7 @@ from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
-from jaxtrain.run.bad_steps import BadSteps, CheckedStep
+from jaxtrain.run.bad_steps import BadSteps
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.saving import is_due
 from jaxtrain.run.session import Session, shown_metrics
@@ -87,8 +87,6 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
     """Run the steps that are left; returns the state and the number of the last step that ran."""
     run, config, interrupt = session.run, session.run.config.train, session.interrupt
     start, state = session.start, session.state
-    every = None if run.config.checks is None else run.config.checks.replicas_every
-    step = run.step if every is None else CheckedStep(run.step, every, start=start)
     depth = queue_depth(run.batches.spec()) if config.prefetch == "auto" else config.prefetch
     loaded = prefetch(run.step.loader(run.batches), start, config.steps, depth=depth)
     bad_steps = BadSteps(run.config.spikes, session.progress)
@@ -130,7 +128,7 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
             waited = time.perf_counter() - asked
             if pending is None:
                 clock.begin()
-            state, metrics = step(state, batch)
+            state, metrics = run.step(state, batch)
             settle(waited)
             pending = number, metrics, waited
             if interrupt.requested() or number == config.steps:

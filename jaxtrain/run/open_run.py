@@ -448,10 +448,10 @@ def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Ser
     """A model for the server, by `open_model`; `name` is what clients call it, None: the last part of the path."""
     model = open_model(path, **how)
     sharded, decoder = model.sharded_model, model.sharded_model.model.decoder
-    if not embeds(model) and (decoder is None or decoder.encode is not None):
+    if embeds(model) or decoder is None or decoder.encode is not None:
         raise ConfigError(
-            f"{path} cannot be served: it outputs neither embeddings nor the next token; sample an encoder-decoder "
-            "with jaxtrain sample, or set model.head.kind=embedding model.head.pooling=mean for an encoder"
+            f"{path} cannot be served: it does not give the next token of a text; use jaxtrain sample for an "
+            "encoder-decoder, and jaxtrain predict for classes and embeddings"
         )
     return Served(
         name=name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf"),
@@ -460,9 +460,7 @@ def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Ser
         params=model.params,
         model_state=model.model_state,
         chat=model.chat,
-        embeds=embeds(model),
         created=int(time.time()),
-        max_length=getattr(model.config.model, "max_sequence_length", None),
         special=model.special,
         step=model.step,
     )

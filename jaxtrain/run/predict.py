@@ -331,7 +331,7 @@ def writer_of(model: OpenedModel, *, answers: bool = False) -> OpenedModel:
     """The model, if it writes texts, and with `answers` has a chat template."""
     if embeds(model) or model.sharded_model.model.decoder is None:
         name = model.sharded_model.model.name
-        raise ConfigError(f"{os.fspath(model)} (model {name}) generates no text; use jaxtrain predict or serve")
+        raise ConfigError(f"{os.fspath(model)} (model {name}) generates no text; use jaxtrain predict")
     if answers and model.chat is None:
         raise ConfigError(f"{os.fspath(model)} has no chat template; leave --chat out, and ask in plain text")
     return model

@@ -74,10 +74,9 @@ class RunRecord:
         self._run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)  # which may have been deleted
         write_json_atomic(self._run_dir / "run.json", info)
 
-    def update(self, **changes: Any) -> None:
+    def update(self) -> None:
         """Write run.json again, with the time so far: a run that is killed goes on counting from it."""
         if self._info is not None:
-            self._info |= changes
             with contextlib.suppress(OSError):  # what is there is older, and no worse
                 self._write_info()
 

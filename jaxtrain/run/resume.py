@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError, list_steps
-from jaxtrain.checkpoint.kept_weights import KEPT_WEIGHTS, read_kept_weights
 from jaxtrain.checkpoint.run_folder import checkpoint_folder, find_checkpoint
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.checkpoint.tree import is_inside, stored_name
@@ -26,7 +25,6 @@ from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.metrics.history import flat
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.optim.wrappers import kept_nodes
 from jaxtrain.run.callbacks import Given
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.assemble import OwnStep, Run
@@ -47,7 +45,7 @@ _SET_BACK = "set it back, use another run directory, or start again with --resum
 # What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
 # data is noticed by its content, and more steps are how a run is made longer.
 MAY_CHANGE = (
-    *("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile", "checks", "watchdog"),
+    *("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile", "watchdog"),
     *("name", "compilation_cache", "compiler_options", "optimizer.offload", "model.attention", "loss.logits"),
     *("loss.block", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
 )
@@ -89,7 +87,6 @@ def run_metadata(run: Run, given: Given) -> dict[str, Any]:
             "data": None if given.data is None else next(iter(given.data.description), "data"),
             "optimizer": None if given.own_step.optimizer is None else optimizer or "without state",
         },
-        KEPT_WEIGHTS: kept_nodes(state),
     }
 
 
@@ -258,8 +255,7 @@ def _restore(
     averaged = {name for name in saved_names if is_inside(name, "ema")}
     model_state = checkpoints.restore(sharded_model.abstract_model_state, step=step, prefix="model_state")
     if not averaged:
-        # Without an average of ours, what the optimizer keeps for evaluation, as `TrainState.evaluation_params` has it.
-        params = read_kept_weights(checkpoints, _read_params(checkpoints, wanted, info), step=step)
+        params = _read_params(checkpoints, wanted, info)
     else:
         ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
         params = checkpoints.restore(ema, step=step, prefix="ema")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.mirror import mirror_folder
 from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
@@ -131,7 +130,7 @@ def run_config(
         model, task, data: your own instead of the config's.
         optimizer: any optax transformation instead of the config's, whose `clip_norm`, `ema_decay`, `freeze` and
             `offload` still hold. A run that goes on needs it again.
-        learning_rate: the rate that the metrics show, a number or a schedule; None: that of the optimizer.
+        learning_rate: the rate of `optimizer` that metrics and report show, a number or a schedule; None: none.
         callbacks: `Callback` and `EarlyStopping`, called between the steps.
         progress: where phases and progress are shown; None: on standard error.
 
@@ -364,7 +363,6 @@ def _open_checkpoints(
         keep_last=keep.keep_last,
         keep_every=keep.keep_every,
         keep_best=keep.keep_best,
-        mirror=mirror_folder(keep.mirror, run_dir),
         report=report,
     )
     return checkpointer, owner
@@ -376,7 +374,6 @@ def _begin_directory(run: Run, run_dir: Path, checkpointer: Checkpointer, progre
         if (previous := set_aside(run_dir)) is not None:
             progress.message(f"the files of an earlier run were moved to {previous}")
         begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
-    checkpointer.begin_anew()
 
 
 def _has_closed(run_dir: Path) -> bool:

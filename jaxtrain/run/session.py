@@ -118,13 +118,13 @@ class Session:
 
     def _write(self, number: int, state: TrainState) -> bool:
         """Begin a save; False where the step was saved already."""
-        record, score, began_at = self.record, self.watch.score_after(number), time.monotonic()
+        record, score = self.record, self.watch.score_after(number)
         loss = self.metrics.get("eval_loss") if self.evaluated == number else None
         with record.spent.measure("saving"):
             saved = without_base(state, trained_leaves(self.run.step))
             began = self.saves.save(number, saved, metadata=self.metadata, loss=loss, score=score)
         if began:
-            record.update(save_seconds=round(time.monotonic() - began_at, 3))
+            record.update()
         return began
 
     def stop(self, number: int, state: TrainState) -> NoReturn:

@@ -1,16 +1,12 @@
-"""What surrounds this process: its cluster, its place on its node, and Google's metadata server. No jax here.
+"""What surrounds this process: its cluster, and its place on its node. No jax here.
 
 The only reader of cluster environment. Nothing is joined here.
 """
 
-import contextlib
 import importlib.util
 import os
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.devices import has_tpu_chips
@@ -18,12 +14,6 @@ from jaxtrain.runtime.devices import has_tpu_chips
 # Google's machines answer at once; elsewhere nobody does.
 _METADATA_SECONDS = 3
 _METADATA_HOST = "metadata.google.internal"
-_PRODUCT = Path("/sys/class/dmi/id/product_name")
-# What ends a VM (https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice and
-# https://cloud.google.com/compute/docs/instances/create-use-preemptible). A VM that migrates while it runs loses
-# nothing and goes on.
-_ENDS = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
-_ASK_AGAIN_SECONDS = 1.0
 # The variables with which the runtimes of NVIDIA and AMD, and Slurm through them, list the GPUs of a process.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -138,36 +128,6 @@ def _slurm_tasks_on_node() -> int | None:
     """The tasks of a Slurm step on each node, where all have as many: "2(x4)" is 2 tasks on each of four nodes."""
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip())
     return None if found is None else int(found[1])
-
-
-def watch_metadata(announce: Callable[[str], None]) -> Callable[[], None]:
-    """Ask Google's metadata server every second, in the background, and announce the end of this VM once.
-
-    Nobody is asked where neither GCE_METADATA_HOST is set nor the hardware says Google. A notice that stands when the
-    watching begins is not announced: a process that was started again on the same VM within the hour of a notice would
-    never get to work. The VM still sends SIGTERM at its end.
-
-    `announce` is called on a background thread. Returns a function that ends the watching, and does not wait.
-    """
-    stopped, address = threading.Event(), os.environ.get("GCE_METADATA_HOST")
-
-    def asked() -> set[str]:
-        return {name for name, fatal in _ENDS.items() if _ask_metadata(address or _METADATA_HOST, name) == fatal}
-
-    def watch() -> None:
-        standing = asked()
-        while not stopped.wait(_ASK_AGAIN_SECONDS):
-            found = asked()
-            if (new := found - standing) and not stopped.is_set():
-                announce(f"metadata server: {(name := new.pop())} is {_ENDS[name]}")
-                return
-            standing = found
-
-    with contextlib.suppress(OSError):
-        if address or "Google" in _PRODUCT.read_text(encoding="utf-8", errors="replace"):
-            # A daemon: a request must not keep the process alive.
-            threading.Thread(target=watch, name="jaxtrain-notices", daemon=True).start()
-    return stopped.set
 
 
 def _ask_metadata(host: str, name: str) -> str | None:

@@ -4,15 +4,13 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxtrain.config import Loaded, find_config, load_config
-from jaxtrain.config.files import is_run, read_run, read_yaml, shipped_configs
+from jaxtrain.config.files import read_yaml, shipped_configs
 from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import config_degrees, resolve_degrees
 from jaxtrain.parallel.division import check_rows, step_microbatches
-from jaxtrain.plan.cost import young_interval
 from jaxtrain.run.directory import folder_of, run_folder
 
 # Where the pods find the file of a config.
@@ -110,37 +108,3 @@ def _checked(config: str, overrides: Sequence[str], num_devices: int | None) -> 
 
 def _secret(place: str) -> str:
     return f"{place} holds a secret, which would be shown; read it from the environment (on Kubernetes: --secret NAME)"
-
-
-def save_interval(
-    config: str, overrides: Sequence[str], *, run_dir: str | None, save_seconds: float | None, mtbf_hours: float
-) -> tuple[float, str]:
-    """The time between two saves of a job whose hardware fails now and then, by Young's formula.
-
-    Args:
-        config, overrides, run_dir: as for `job_training`.
-        save_seconds: time that a save keeps the devices from computing; None: as the run in the run directory measured.
-        mtbf_hours: mean time between failures of the whole job.
-
-    Returns:
-        Minutes, as `checkpoint.every_minutes` takes them, rounded to a tenth; and what they follow from, in words.
-
-    Raises:
-        ConfigError: no save was measured, or saves take longer than passes between failures.
-    """
-    source = "given by --save-seconds"
-    if save_seconds is None:
-        folder = folder_of(load_config(config, overrides=overrides, weights=False), run_dir)
-        save_seconds, source = _measured_save_seconds(folder), f"measured in {folder}"
-        if save_seconds is None:
-            raise ConfigError(f"{folder} holds no run with a save; add --save-seconds, as in 30")
-    if not 0 < save_seconds < mtbf_hours * 3600:
-        raise ConfigError(f"saves of {save_seconds:g} s do not fit between failures every {mtbf_hours:g} h")
-    minutes = young_interval(save_seconds, mtbf_hours * 3600) / 60
-    # At most a week, as the config takes it.
-    return min(max(round(minutes, 1), 0.1), 10_080.0), f"{save_seconds:.3g} s per save ({source})"
-
-
-def _measured_save_seconds(run_dir: Path) -> float | None:
-    """The time that the last save kept the devices from computing, as `run.json` has it."""
-    return read_run(run_dir).get("save_seconds") if is_run(run_dir) else None

@@ -25,7 +25,7 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.optimizers import build_optimizer, build_schedule, trainable_predicate
-from jaxtrain.optim.rules import adamw_patterns, check_patterns, complete_axes
+from jaxtrain.optim.rules import complete_axes
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.reference import awaiting_reference, lacks_reference
@@ -167,9 +167,6 @@ def build_step(
     optimizer, spikes = config.optimizer, config.spikes
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
     axes = complete_axes(shapes, model.axes, None if model.parts is None else model.parts.stack)
-    if own.optimizer is None:
-        for key, patterns in adamw_patterns(optimizer).items():
-            check_patterns(key, patterns, list(shapes))
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)

@@ -1,9 +1,9 @@
 """What a train step computes: pure functions of a state and a batch, without a device in sight.
 
 `take_step` computes gradients and gives them to `update.py`. Parameters are gathered by `hold_parameters` (ZeRO, once
-a step) and inside the model (`layout/gather.py`); the loss scale multiplies the loss in `_loss`, `_two_passes` and
+a step) and inside the model (`layout/gather.py`); the loss scale multiplies the loss in `_loss` and
 `parallel/pipeline.py`, and divides the gradients in `update.py`; gradients are averaged at the end of
-`compute_gradients`, `global_row_gradients` and `pipeline_gradients` in `parallel/`. Evaluation is `evaluation_sums`.
+`compute_gradients` and `pipeline_gradients` in `parallel/`. Evaluation is `evaluation_sums`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import use_layout
@@ -21,32 +20,22 @@ from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, 
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, TaskSums, calling_sums, task_sums
 from jaxtrain.ops.loss.cross_entropy import compute_logits
-from jaxtrain.parallel.global_rows import TwoPasses, global_row_gradients
-from jaxtrain.parallel.gradients import Accumulation, Arguments, compute_gradients, compute_mean_loss
+from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, compute_gradients
 from jaxtrain.parallel.microbatches import loss_divisor
 from jaxtrain.parallel.pipeline import pipeline_gradients, pipeline_sums
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import Policy, cast_floats
 from jaxtrain.runtime.tree import merge_leaves
 from jaxtrain.train.state import StepProgram, TrainState
-from jaxtrain.train.update import MeanGradients, Metrics, mean_gradients, update_state
+from jaxtrain.train.update import Metrics, update_state
 
 
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One optimizer step: the state after it, and what it reports."""
     with program.sharded_model.context(required=True):
-        gradients = _gradients(program, state, program.trained(state.params), batch, _scale(state))
+        gradients = _gradients(program, state, batch)
         with jax.named_scope("optimizer"):
-            return update_state(
-                program, state, gradients, _scale(state), lambda trained: _mean_loss(program, state, trained, batch)
-            )
-
-
-def find_gradients(program: StepProgram, state: TrainState, batch: Batch) -> MeanGradients:
-    """Mean gradients of a batch at the state's parameters, as the optimizer of a step would get them, unclipped."""
-    with program.sharded_model.context(required=True):
-        gradients = _gradients(program, state, program.trained(state.params), batch, _scale(state))
-        return mean_gradients(gradients, _scale(state))
+            return update_state(program, state, gradients, _scale(state))
 
 
 def _scale(state: TrainState) -> jax.Array:
@@ -76,28 +65,9 @@ def _fixed(program: StepProgram, state: TrainState, scale: jax.Array) -> _Fixed:
     return _Fixed(state.params, scale, average, state.step)
 
 
-def _mean_loss(program: StepProgram, state: TrainState, trained: Params, batch: Batch) -> jax.Array:
-    """The loss of a step at other trained parameters (float32), with the random numbers of the step: float32 []."""
-    all_rows = program.task.rows == "global" and program.settings.accumulation_steps > 1
-    if program.pipeline is not None or state.loss_scale is not None or all_rows:
-        raise ConfigError(
-            "the optimizer computes the loss again (a line search, Sophia, SAM), which needs parallel.pipe=1, a policy "
-            "other than fp16, and accumulation_steps=1 if rows='global'"
-        )
-    # The loss of the parameters as they would be stored.
-    stored = jax.tree.map(lambda new, old: new.astype(old.dtype), trained, program.trained(state.params))
-    return _gradients(program, state, stored, batch, jnp.float32(1), compute=compute_mean_loss)
-
-
-def _gradients(
-    program: StepProgram,
-    state: TrainState,
-    trained: Params,
-    batch: Batch,
-    scale: jax.Array,
-    compute: Callable[..., Any] = compute_gradients,
-) -> Any:
-    """Gradients of the mean loss over the global batch, times the loss scale (float32 []); or what `compute` gives."""
+def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradients:
+    """Gradients of the mean loss over the global batch, times the loss scale."""
+    trained, scale = program.trained(state.params), _scale(state)
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
     step_key, layout = jax.random.fold_in(state.key, state.step), sharded_model.layout
     if program.pipeline is not None:
@@ -118,9 +88,7 @@ def _gradients(
     )
     arguments = Arguments(trained, _fixed(program, state, scale), state.model_state, batch, step_key)
     with use_layout(layout):
-        if task.rows == "global" and plan.count > 1:
-            return global_row_gradients(_two_passes(program), arguments, plan)
-        return compute(_loss(program), arguments, plan)
+        return compute_gradients(_loss(program), arguments, plan)
 
 
 def _stack_run_once(model: Model) -> str | None:
@@ -167,25 +135,6 @@ def _sums(
     outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
     with jax.named_scope("loss"):
         return task_sums(task, outputs, rows, train=True), model_state
-
-
-def _two_passes(program: StepProgram) -> TwoPasses:
-    """The outputs of a microbatch and the loss of all rows, for a task whose rows depend on one another."""
-
-    def outputs(
-        trained: Params, fixed: _Fixed, model_state: ModelState, inputs: Any, key: jax.Array
-    ) -> tuple[Any, ModelState]:
-        params = merge_leaves(trained, fixed.params)
-        return program.sharded_model.apply(params, model_state, inputs, key=key, train=True)
-
-    def loss(outputs: Any, fixed: _Fixed, batch: Batch) -> tuple[jax.Array, TaskSums]:
-        with jax.named_scope("loss"):
-            total, weight, metrics = task_sums(program.task, outputs, batch, train=True)
-        weight = jax.lax.stop_gradient(weight)
-        scaled = total / loss_divisor(weight, powers_of_two=program.powers_of_two) * fixed.scale
-        return scaled, (total, weight, metrics)
-
-    return TwoPasses(outputs, loss)
 
 
 # --- On a pipeline. ---

@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
-from jaxtrain.checkpoint.kept_weights import read_kept_weights
 from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.config.arguments import is_store_address
@@ -278,8 +277,7 @@ def _saved_part(
 
     def fetch(wanted: Wanted) -> Mapping[str, Any]:
         read = checkpointer.read({sources[inner]: like for inner, like in wanted.items()}, step=info.step)
-        found = {inner: read[sources[inner]] for inner in wanted}
-        return found if part != "params" else read_kept_weights(checkpointer, found, step=info.step)
+        return {inner: read[sources[inner]] for inner in wanted}
 
     key: Any = jax.eval_shape(lambda: jax.random.key(0)).dtype
     saved = {inner: info.leaves[name] for inner, name in sources.items()}

@@ -17,7 +17,6 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel, stored_params, with_sharding
 from jaxtrain.models.task import Task
 from jaxtrain.optim.offload import lives_on_host, on_host, to_host
-from jaxtrain.optim.wrappers import evaluation_weights
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats
 from jaxtrain.runtime.tree import merge_leaves, path_name
@@ -53,10 +52,10 @@ class StepSettings:
                 f"accumulation_steps={steps}, clip_norm={clip}, ema_decay={decay}; use a whole number from 1, a number "
                 "above 0 (None: no clipping) and one from 0 to below 1"
             )
-        if task.calls_model and task.rows == "global" and steps > 1:
+        if task.rows == "global" and steps > 1:
             raise ConfigError(
-                f"task {task.name!r} calls the model on all rows, which microbatches do not have; write Task(name, "
-                "loss, rows='global') with loss(outputs, batch), or use accumulation_steps=1"
+                f"task {task.name!r} has rows='global', and accumulation_steps={steps} sees one microbatch at a time; "
+                "use accumulation_steps=1"
             )
 
 
@@ -161,14 +160,8 @@ class TrainState:
 
     @property
     def evaluation_params(self) -> Params:
-        """The parameters to evaluate: the moving average where there is one, frozen ones as they are.
-
-        Without a moving average, the weights that the optimizer keeps for evaluation: the slow ones of
-        `jaxtrain.lookahead`, the averaged ones of `optax.contrib.schedule_free`.
-        """
-        if self.ema is None:
-            return evaluation_weights(self.optimizer_state, self.params)
-        return merge_leaves(self.ema, self.params)
+        """The parameters to evaluate: the moving average where there is one, frozen ones as they are."""
+        return self.params if self.ema is None else merge_leaves(self.ema, self.params)
 
     @property
     def evaluation_model_state(self) -> ModelState:

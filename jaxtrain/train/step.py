@@ -1,6 +1,5 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
-import functools
 import math
 import os
 import weakref
@@ -22,7 +21,6 @@ from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
 from jaxtrain.models.task import Batch, Task
 from jaxtrain.models.tasks import named_task
-from jaxtrain.optim.optimizers import rate_of
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
@@ -31,7 +29,7 @@ from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
-from jaxtrain.train.program import find_gradients, take_step
+from jaxtrain.train.program import take_step
 from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.start import accept_start
 from jaxtrain.train.state import (
@@ -43,7 +41,7 @@ from jaxtrain.train.state import (
     state_on_host,
     state_shardings,
 )
-from jaxtrain.train.update import MeanGradients, Metrics
+from jaxtrain.train.update import Metrics
 
 
 class TrainStep:
@@ -71,7 +69,7 @@ class TrainStep:
         >>> for batch in jt.prefetch(step.loader(batches), 0, 2):
         ...     state, metrics = step(state, batch)
         >>> sorted(metrics)
-        ['accuracy', 'grad_norm', 'learning_rate', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
+        ['accuracy', 'grad_norm', 'loss', 'skipped_in_a_row', 'skipped_steps', 'weight']
     """
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
@@ -144,9 +142,8 @@ class TrainStep:
                 `model.init`, on any devices, in the dtypes of `model.init` or of the state. Or the path of a run
                 ("runs/x"), of its `checkpoints` folder, or of one step in it ("runs/x/checkpoints/400"): its newest
                 intact step, or that one, is read straight into the shardings of this step. Of a run with a moving
-                average (`ema_decay`) the average is taken where a parameter has one, else what its optimizer keeps for
-                evaluation (Lookahead, schedule-free); its model_state comes along. What `open_run` and `fit` return
-                stands for the path of its run, or of the step that was opened.
+                average (`ema_decay`) the average is taken where a parameter has one; its model_state comes along. What
+                `open_run` and `fit` return stands for the path of its run, or of the step that was opened.
             model_state: batch statistics and the like to start from, a tree like that of `model.init`; None: those of
                 the run in `params`, else those of `model.init`.
             skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given
@@ -263,28 +260,6 @@ class TrainStep:
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
 
-    def gradients(self, state: TrainState, batch: Batch) -> MeanGradients:
-        """The mean gradients of a batch, which the next step would give to the optimizer; nothing is updated.
-
-        They are those of the same random numbers, over all microbatches, without loss scale and before clipping.
-        Compiled at the first call for a shape of batch.
-
-        Args:
-            state: not donated; it stays valid.
-            batch: leaves [global batch, ...]; host arrays are placed on the mesh.
-
-        Returns:
-            Gradients like the trained parameters and sharded as they are, float32, with loss, weight and metrics.
-
-        Example:
-            >>> found = step.gradients(state, batch)
-            >>> norm = optax.tree.norm(found.tree)
-        """
-        found = self._gradients(*self._accept(state, batch))
-        if self._one_at_a_time:
-            jax.block_until_ready(found)
-        return found
-
     def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """State and batch on the mesh, once no other step is in flight that must not be."""
         if state is not self.last_state():
@@ -306,16 +281,6 @@ class TrainStep:
         shardings = (self.state_shardings, NamedSharding(self.mesh, PartitionSpec()))
         options = {**self.compiler_options.used} or None
         return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
-
-    @functools.cached_property
-    def _gradients(self) -> Any:
-        program, replicated = self.program, NamedSharding(self.mesh, PartitionSpec())
-        trained: Any = program.trained(self.state_shardings.params)
-        return jax.jit(
-            functools.partial(find_gradients, program),
-            out_shardings=MeanGradients(trained, *[replicated] * 3),  # pyright: ignore[reportArgumentType]
-            compiler_options={**self.compiler_options.used} or None,
-        )
 
 
 def make_train_step(
@@ -350,7 +315,7 @@ def make_train_step(
         ema_decay: keep a moving average of parameters and model_state, which evaluation uses; its decay after t updates
             is min(ema_decay, (1 + t) / (10 + t)).
         trainable: parameter path -> whether it is trained; None: all are, or of an adapted model its adapters.
-        learning_rate: the rate that the metrics show; None: that of the optimizer's chain, where it can be read.
+        learning_rate: the rate of the optimizer that the metrics show, a number or a schedule; None: they show none.
         loss_scaling: how the fp16 loss scale moves.
         rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
         parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
@@ -379,7 +344,7 @@ def make_train_step(
         clip_norm=None if clip_norm == math.inf else clip_norm,
         ema_decay=ema_decay,
         trainable=trainable,
-        learning_rate=learning_rate or rate_of(optimizer),
+        learning_rate=learning_rate,
         loss_scaling=loss_scaling or LossScaling(),
         parallelism=parallelism,
         offload_optimizer=offload_optimizer,

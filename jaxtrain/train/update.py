@@ -1,8 +1,6 @@
 """From gradients to the next state: clipping, the optimizer, the moving average, the guard against bad steps."""
 
 import functools
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.models.model import Params
 from jaxtrain.models.task import Sums, divisor
 from jaxtrain.models.tasks import MACRO
 from jaxtrain.optim.offload import update_on_host
-from jaxtrain.optim.optimizers import injected, rate_in
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.tree import merge_leaves
@@ -22,22 +18,15 @@ from jaxtrain.train.spikes import SpikeHistory
 from jaxtrain.train.state import StepProgram, StepSettings, TrainState, floating_leaves
 
 Metrics = dict[str, jax.Array]
-# Trained parameters, float32 -> mean loss of the step's batch, float32 [].
-MeanLoss = Callable[[Params], jax.Array]
-# Python's words for a keyword that a function does not know.
-_UNWANTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 # Arrays of fewer elements are summed in microseconds.
 _LARGE = 2**16
 _SLICES = 16
 
 
 def update_state(
-    program: StepProgram, state: TrainState, gradients: Gradients, scale: jax.Array, mean_loss: MeanLoss
+    program: StepProgram, state: TrainState, gradients: Gradients, scale: jax.Array
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, and what the step reports.
-
-    `gradients` are times the loss scale (float32 []); `mean_loss` is for optimizers that compute the loss again.
-    """
+    """The state after a step, and what the step reports; `gradients` are times the loss scale (float32 [])."""
     settings, layout, trained = program.settings, program.layout, program.trained(state.params)
     tree = constrain_gradients(gradients.tree, layout, settings.zero)
     unscale = scale if state.loss_scale is not None else None
@@ -47,14 +36,15 @@ def update_state(
 
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
         accepted, scale, clip, loss = scalars
-        updates = grad = _unscaled(gradients, scale)
+        updates = _unscaled(gradients, scale)
         if clip is not None:
             updates = jax.tree.map(lambda g: g * clip, updates)
         # In float32 as everything the optimizer reads: weight decay of bf16 parameters is rounded with the rest of the
         # update, not before.
         read = cast_floats(trained, jnp.float32)
-        extra = _extra_arguments(loss, grad, mean_loss)
-        updates, moved = _update_optimizer(program.optimizer, updates, optimizer_state, read, extra)
+        # Further arguments of optax: `value` is what momo and reduce_on_plateau read.
+        optimizer = optax.with_extra_args_support(program.optimizer)
+        updates, moved = optimizer.update(updates, optimizer_state, read, value=loss)
         moved = _keep(moved, optimizer_state, accepted)
         return _keep(optax.apply_updates(trained, updates), trained, accepted), moved
 
@@ -156,50 +146,12 @@ def _metrics(
         metrics |= {"spiked": found.spiked.astype(jnp.int32), "spikes": found.history.spikes}
     metrics |= mean_metrics(gradients.metrics)
     # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
-    shown = settings.learning_rate
-    if shown is injected:
-        rate = None if settings.offload_optimizer else rate_in(new_state.optimizer_state)
-    else:
-        rate = None if shown is None else shown(state.step - state.skipped.total)
-    if rate is not None:
+    if settings.learning_rate is not None:
+        rate = settings.learning_rate(state.step - state.skipped.total)
         metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
     if state.loss_scale is not None:
         metrics["loss_scale"] = state.loss_scale.scale
     return metrics
-
-
-def _extra_arguments(value: jax.Array, grad: Params, mean_loss: MeanLoss) -> dict[str, Any]:
-    """What optimizers of optax may read besides gradients, state and parameters, by the names that optax has for it.
-
-    `value_fn` (line searches), `obj_fn` (Sophia) and `grad_fn` (SAM) cost nothing where they are not called.
-    """
-
-    # Line searches of optax raise where an argument is none of theirs and none of the function's.
-    def value_fn(params: Params, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
-        del obj_fn, grad_fn
-        return mean_loss(params)
-
-    def grad_fn(params: Params, index: int) -> Params:
-        del index
-        return jax.grad(mean_loss)(params)
-
-    return {"value": value, "grad": grad, "value_fn": value_fn, "obj_fn": mean_loss, "grad_fn": grad_fn}
-
-
-def _update_optimizer(
-    optimizer: optax.GradientTransformation, gradients: Params, state: Any, params: Params, extra: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """Updates and next state of an optimizer, which is given of `extra` what it accepts."""
-    update, given = optax.with_extra_args_support(optimizer).update, dict(extra)
-    while True:
-        try:
-            return update(gradients, state, params, **given)
-        except TypeError as error:
-            # Some of optax, also deep inside a chain, take one of these names and no other.
-            unwanted = _UNWANTED.search(str(error))
-            if unwanted is None or unwanted[1] not in given:
-                raise
-            del given[unwanted[1]]
 
 
 def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
@@ -221,30 +173,6 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(x))
     parts = jax.lax.split(x.reshape(_SLICES, -1), (1,) * _SLICES)
     return jnp.sum(functools.reduce(jnp.add, map(jnp.square, parts)))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class MeanGradients:
-    """What `TrainStep.gradients` returns.
-
-    Attributes:
-        tree: like the trained parameters, None in place of frozen ones; float32, without loss scale, before clipping.
-        loss: float32 [], the mean over the global batch, NaN where its weight is 0.
-        weight: float32 [], the weight of the batch.
-        metrics: of the task, name -> mean.
-    """
-
-    tree: Any
-    loss: jax.Array
-    weight: jax.Array
-    metrics: Metrics
-
-
-def mean_gradients(gradients: Gradients, scale: jax.Array) -> MeanGradients:
-    """Gradients and sums of a batch as means; `scale` is the loss scale in the gradients, float32 []."""
-    loss = _mean_or_nan(gradients.loss_sum, gradients.weight)
-    return MeanGradients(_unscaled(gradients.tree, scale), loss, gradients.weight, mean_metrics(gradients.metrics))
 
 
 def _unscaled(tree: Any, scale: jax.Array | None) -> Any:

@@ -2,7 +2,6 @@
 
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -182,22 +181,6 @@ def test_of_two_starts_at_once_one_gets_the_folder(store, tmp_path, monkeypatch)
     else:
         take(folder, tmp_path / "b", name="second", takes_over=False)
         assert "the run second" in str(first.other())  # who stops before its next save
-
-
-@needs_stores
-def test_copies_go_to_a_store_and_come_back(store, tmp_path):
-    _, folder = store
-    with Checkpointer(tmp_path / "steps", mirror=folder) as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.save(step, small(step), metadata={})
-            checkpointer.wait()
-    assert Checkpointer(folder, read_only=True).steps() == [2, 3]
-    shutil.rmtree(tmp_path / "steps")
-    lines: list[str] = []
-    with Checkpointer(tmp_path / "steps", mirror=folder, report=lines.append) as checkpointer:
-        np.testing.assert_array_equal(checkpointer.restore(small(0))["w"], small(3)["w"])
-        checkpointer.verify(3)
-    assert "copied back from" in lines[0]
 
 
 # id: (address, variables of the environment, what the line says)

@@ -1,7 +1,6 @@
-"""A verified step is there at any time, whatever fails; the mirror holds what the directory holds."""
+"""A verified step is there at any time, whatever fails."""
 
 import itertools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from jaxtrain.checkpoint import Checkpointer, upkeep
 from jaxtrain.checkpoint.directory import SaveError
 from jaxtrain.config.schema import CheckpointConfig
-from jaxtrain.errors import ConfigError
 from jaxtrain.run.saving import RunSaves
 
 
@@ -30,10 +28,6 @@ def damage(folder: Path, step: int) -> None:
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"damage")
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,49 +44,6 @@ def test_nothing_is_deleted_for_a_step_that_does_not_read_as_it_was_saved(
         monkeypatch.undo()
         save(checkpointer, 3)
         assert checkpointer.steps() == [3]
-
-
-def test_the_mirror_holds_what_the_directory_holds(tmp_path: Path) -> None:
-    here, there = tmp_path / "run", tmp_path / "mirror"
-    settings: dict[str, Any] = dict(keep_last=1, keep_every=4, mirror=there)
-    with Checkpointer(here, **settings) as checkpointer:
-        save(checkpointer, 4, 5, 6)
-        assert names(there) == {"4", "6", "mirror_of.json"}
-        checkpointer.restore(state(0), step=4)
-        save(checkpointer, 5)  # going back: step 6 is abandoned, here and there
-        assert checkpointer.steps() == [4, 5]
-    left = {name.partition("-")[0] for name in names(there)}
-    assert left == {"4", "5", "mirror_of.json", "abandoned"}
-    damage(here, 5)
-    lines: list[str] = []
-    with Checkpointer(here, **settings, report=lines.append) as checkpointer:
-        assert int(checkpointer.restore(state(0))["step"]) == 5
-    assert "copied back" in lines[0]
-    shutil.rmtree(here)
-    with Checkpointer(here, **settings) as checkpointer:
-        assert checkpointer.latest_step() == 5
-        checkpointer.begin_anew()
-        shutil.rmtree(here)
-        save(checkpointer, 1)
-        assert names(here) == {"1"}
-    assert "5" not in names(there)
-
-
-def test_a_mirror_belongs_to_one_directory(tmp_path: Path) -> None:
-    lines: list[str] = []
-    with (
-        Checkpointer(tmp_path / "a", mirror=tmp_path / "mirror") as one,
-        Checkpointer(tmp_path / "c", mirror=tmp_path / "mirror", report=lines.append) as other,
-    ):
-        save(one, 1, 2)
-        save(other, 1)  # neither had made a copy when both looked whose it is
-    assert names(tmp_path / "mirror") == {"1", "2", "mirror_of.json"}
-    assert "holds the copies of" in lines[0]
-    with pytest.raises(ConfigError, match=r"mirror holds the copies of .*/a, not of .*/b; name another folder"):
-        Checkpointer(tmp_path / "b", mirror=tmp_path / "mirror")
-    for inside in ("a/mirror", "a", "."):
-        with pytest.raises(ConfigError, match=r"mirror: .* overlaps .*/a; use a folder on another disk"):
-            Checkpointer(tmp_path / "a", mirror=tmp_path / inside)
 
 
 def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

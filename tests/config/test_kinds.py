@@ -60,13 +60,11 @@ LABELLED = [
     "model.causal=false",
     "model.head.kind=sequence",
 ]
-SPANS = ["task=sequence_to_sequence", "data.corruption.kind=spans", "model.kind=encoder_decoder"]
 
 # id: (overrides, form of the rows)
 TAKEN = {
     "next token": ([], "tokens"),
     "masks": (MASKED, "masked tokens"),
-    "spans": (SPANS, "pairs of texts"),
     "pairs": (
         ["task=sequence_to_sequence", "data.kind=text_pairs", "data.builtin=null", "model.kind=encoder_decoder"],
         "pairs of texts",

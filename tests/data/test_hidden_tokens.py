@@ -1,11 +1,10 @@
-"""Masks and spans are those of the papers, never touch special tokens, and depend on seed and row number alone."""
+"""Masks are those of the paper, never touch special tokens, and depend on seed and row number alone."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtrain.config.data import SpanCorruption, span_sizes
 from jaxtrain.data import Batches, open_data
 from jaxtrain.data.rows import SelectedRows
 
@@ -21,11 +20,6 @@ def opened(corruption, *, seed=0, length=64, **more):
 @pytest.fixture(scope="module")
 def masked():
     return opened({"kind": "mask"})
-
-
-@pytest.fixture(scope="module")
-def spans():
-    return opened({"kind": "spans"}, vocab_size=512)
 
 
 def binomial(count, chance):
@@ -58,57 +52,21 @@ def test_fractions_of_masks(masked):
     assert abs(np.bincount(random, minlength=VOCABULARY) - expected).max() < 6 * np.sqrt(expected)
 
 
-@pytest.mark.parametrize("name", ["masked", "spans"])
-def test_what_is_hidden_depends_on_seed_row_and_epoch_alone(name, request):
-    data = request.getfixturevalue(name)
-    rows, whole = data.train, data.train.gather(np.arange(40))
+def test_what_is_hidden_depends_on_seed_row_and_epoch_alone(masked):
+    rows, whole = masked.train, masked.train.gather(np.arange(40))
     some = rows.gather(np.array([7, 3]))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[[7, 3]], b), whole, some)
     again = rows.gather(np.arange(40) + len(rows))
     assert (whole["inputs"]["tokens"] != again["inputs"]["tokens"]).mean() > 0.05
-    kind = "mask" if name == "masked" else "spans"
-    other = opened({"kind": kind}, seed=1, vocab_size=data.vocab_size - (4 if kind == "mask" else 102))
+    other = opened({"kind": "mask"}, seed=1)
     assert (other.train.gather(np.arange(40))["targets"] != whole["targets"]).mean() > 0.05
     # What is hidden for evaluation is the same in every run.
-    np.testing.assert_array_equal(other.validation[3]["targets"], data.validation[3]["targets"])
+    np.testing.assert_array_equal(other.validation[3]["targets"], masked.validation[3]["targets"])
 
 
-@pytest.mark.parametrize(
-    ("length", "tokens", "targets"),
-    [(512, 568, 114), (64, 70, 14)],
-    ids=["T5", "a short row"],
-)
-def test_sizes_of_spans_are_those_of_the_paper(length, tokens, targets):
-    """T5's own code makes 568 tokens and 114 targets of rows of 512; the others follow from the same formula."""
-    sizes = span_sizes(SpanCorruption(), length)
-    assert (sizes.num_tokens, sizes.inputs_length, sizes.targets_length) == (tokens, length, targets)
-
-
-def test_inputs_and_targets_of_spans_make_the_text_again(spans):
-    sizes = span_sizes(SpanCorruption(), 64)
-    plain = opened(None, length=sizes.num_tokens, vocab_size=512).train.gather(np.arange(300))["inputs"]
-    rows = spans.train.gather(np.arange(300))
-    inputs, targets = rows["inputs"]["tokens"], rows["targets"]
-    assert inputs.shape == (300, 64)
-    assert targets.shape == (300, sizes.targets_length)
-    end, first_sentinel = 513, 512 + 2 + 99  # <pad> and </s>, then the sentinels, the highest id first
-    assert (inputs[:, -1] == end).all()
-    assert (targets[:, -1] == end).all()
-    decoder = rows["inputs"]["decoder_tokens"]
-    assert (decoder[:, 0] == 0).all()
-    np.testing.assert_array_equal(decoder[:, 1:], targets[:, :-1])
-    spans_of = [np.split(row[:-1], np.flatnonzero(row[:-1] > end)) for row in targets]
-    for row, pieces, text in zip(inputs, spans_of, plain, strict=True):
-        hidden = {int(piece[0]): piece[1:] for piece in pieces if len(piece)}
-        assert list(hidden) == [first_sentinel - k for k in range(sizes.num_spans)]
-        made = np.concatenate([hidden.get(int(token), np.array([token])) for token in row[:-1]])
-        np.testing.assert_array_equal(made, text)
-
-
-@pytest.mark.parametrize("kind", ["masked", "spans"])
 @pytest.mark.parametrize("shuffle", [True, False], ids=["train", "evaluate"])
-def test_every_layout_and_start_holds_the_same_batch(kind, shuffle, request):
-    rows = request.getfixturevalue(kind).train
+def test_every_layout_and_start_holds_the_same_batch(masked, shuffle):
+    rows = masked.train
     batches = Batches(SelectedRows(rows, np.arange(50)), 16, seed=3, shuffle=shuffle)
     spec = batches.spec()
     one = batches.load(3, dict.fromkeys(spec, SingleDeviceSharding(jax.devices()[0])))

@@ -1,9 +1,7 @@
-"""Small runs whose numbers go wrong, and what makes them wrong; run as a program, one rank of two with a bad device."""
+"""Small runs whose numbers go wrong, and what makes them wrong."""
 
 import dataclasses
 import json
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +56,10 @@ def table(*, spikes: tuple[int, ...] = (), nan_batch: int | None = None, far_bat
     return dataclasses.replace(data, train=train, validation=None, fingerprint={"name": "rows"}, num_outputs=1)
 
 
-def train(
-    run_dir: Path, data: jt.Data, *, callbacks: Sequence[jt.Callback] = (), resume: str | None = None, **overrides: Any
-) -> tuple[jt.Result, list[str]]:
+def train(run_dir: Path, data: jt.Data, **overrides: Any) -> tuple[jt.Result, list[str]]:
     progress = Lines()
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    result = jt.run_config(
-        CONFIG, run_dir=run_dir, overrides=keys, data=data, resume=resume, callbacks=callbacks, progress=progress
-    )
+    result = jt.run_config(CONFIG, run_dir=run_dir, overrides=keys, data=data, progress=progress)
     return result, progress.lines
 
 
@@ -79,45 +73,3 @@ def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
 def bits(state: jt.TrainState) -> dict[str, bytes]:
     leaves = jax.tree_util.tree_leaves_with_path((state.params, state.optimizer_state, state.spikes))
     return {str(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-
-
-def corrupt(setattr: Callable[..., None], *, call: int, device: int | None) -> None:
-    """Flip a bit of one number of the first parameter after a call of the step, on one device or on all.
-
-    Of the lowest bit the rounding of the next update may leave nothing, which depends on the processor.
-    """
-    original, calls = jt.TrainStep.__call__, [0]
-
-    def step(self: jt.TrainStep, state: jt.TrainState, batch: Any) -> Any:
-        state, metrics = original(self, state, batch)
-        calls[0] += 1
-        if calls[0] == call:
-            leaves, structure = jax.tree.flatten(state.params)
-            shards = [np.array(shard.data) for shard in leaves[0].addressable_shards]
-            for i in range(len(shards)) if device is None else [device]:
-                shards[i].view(np.uint32).reshape(-1)[1] ^= 1 << 8
-            placed = [
-                jax.device_put(one, shard.device)
-                for one, shard in zip(shards, leaves[0].addressable_shards, strict=True)
-            ]
-            leaves[0] = jax.make_array_from_single_device_arrays(leaves[0].shape, leaves[0].sharding, placed)
-            state = dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
-        return state, metrics
-
-    setattr(jt.TrainStep, "__call__", step)
-
-
-def main(run_dir: Path) -> None:
-    """One rank of a run whose second one has a bad device."""
-    jt.start(emulate=2)
-    if jax.process_index() == 1:
-        corrupt(setattr, call=7, device=1)
-    try:
-        train(run_dir, table(), checks__replicas_every=4, train__steps=12)
-    except jt.CorruptionError as error:
-        print(error)
-        sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,17 +1,11 @@
-"""A signal in every phase of a run: it is saved, ends with exit code 75, and goes on as if nothing had been.
-
-Maintenance notices come from a metadata server, which is one of this machine.
-"""
+"""A signal in every phase of a run: it is saved, ends with exit code 75, and goes on as if nothing had been."""
 
 import os
 import pty
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -135,65 +129,3 @@ def test_a_lost_terminal_saves_the_run(tmp_path: Path, undisturbed: dict[str, An
         process.kill()
     fit(tmp_path / "run", lambda name: None)
     assert outcome(tmp_path / "run") == undisturbed
-
-
-class MetadataServer:
-    """The part of Google's metadata server that says what becomes of the machine."""
-
-    def __init__(self) -> None:
-        self.values = {"maintenance-event": "NONE", "preempted": "FALSE"}
-        self.asked: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                assert self.headers["Metadata-Flavor"] == "Google"
-                name = self.path.removeprefix("/computeMetadata/v1/instance/")
-                self.send_response(200)
-                self.send_header("Metadata-Flavor", "Google")
-                self.end_headers()
-                self.wfile.write(outer.values[name].encode())
-                outer.asked.append(name)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
-    found = MetadataServer()
-    monkeypatch.setenv("GCE_METADATA_HOST", found.address)
-    yield found
-    found.close()
-
-
-def wait_for(condition: Any, seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return bool(condition())
-
-
-def test_a_run_saves_at_a_notice_and_goes_on(tmp_path: Path, server: MetadataServer) -> None:
-    def announce(moment: jt.Moment) -> None:
-        if moment.step == 3:
-            assert wait_for(lambda: "preempted" in server.asked)
-            server.values["preempted"] = "TRUE"
-            time.sleep(2.5)  # the notice arrives during this step, or one of the next
-
-    with pytest.raises(jt.PreemptedError, match=r"stopped after step [3-5] of 6.* after metadata server: preempted"):
-        fit(tmp_path, lambda name: None, callbacks=[jt.Callback(on_step=announce)])
-    # The notice stands, and the run that is started again goes on.
-    fit(tmp_path, lambda name: None)
-    found = outcome(tmp_path)
-    assert found["status"] == "done"
-    assert [step for step, *_ in found["losses"]] == [1, 2, 3, 4, 5, 6]

@@ -201,34 +201,3 @@ def test_a_disk_that_is_full_from_the_start(cli: Any) -> None:
     assert answer.code == 1
     assert answer.err.splitlines()[-1].endswith("No space left on device; free space, or use another --run-dir")
     assert "Traceback" not in answer.err
-
-
-@pytest.mark.long
-def test_the_mirror_is_used_where_the_first_copy_is_gone_or_damaged(tmp_path: Path, undisturbed: Path) -> None:
-    run_dir, copies = tmp_path / "run", tmp_path / "mirror" / "run"
-    settings: dict[str, Any] = dict(checkpoint__every=4, checkpoint__mirror=str(tmp_path / "mirror"))
-    train(run_dir, **settings, train__steps=8)
-    assert {path.name for path in copies.iterdir()} == {"4", "8", "mirror_of.json"}
-    shutil.rmtree(run_dir / "checkpoints")
-    _, shown = train(run_dir, **settings, train__steps=10)
-    assert shown.said("no checkpoint is left", "step 8 was copied back")
-    # All of them: in which file a parameter is differs from save to save, and opening a run reads no optimizer state.
-    for path in (run_dir / "checkpoints" / "10" / "state").rglob("d/*"):
-        path.write_bytes(b"damage")
-    _, shown = train(run_dir, **settings)
-    assert shown.said("checkpoints/10 is damaged", "step 10 was copied back")
-    assert end(run_dir) == end(undisturbed)
-    assert {path.name for path in copies.iterdir()} == {"10", "12", "mirror_of.json"}
-
-
-@pytest.mark.long
-def test_a_mirror_that_is_down_is_said_once_and_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "mirror").write_text("a file, where a network disk should be")
-    up = (tmp_path / "mirror").unlink
-    run_dir = tmp_path / "run"
-    _, shown = train(
-        run_dir, {9: once_complete(run_dir, 8, up)}, checkpoint__every=2, checkpoint__mirror=str(tmp_path / "mirror")
-    )
-    assert len(shown.said("was not copied", "the next save tries again")) == 1
-    assert len(shown.said("it can be written again")) == 1
-    assert (tmp_path / "mirror" / "run" / str(STEPS)).is_dir()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import uvicorn
 
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat
@@ -69,13 +68,8 @@ class ScriptedEngine:
 
 def service(engine: Any, **changed: Any) -> Service:
     """A service over bytes, whose bodies may have 20,000 bytes."""
-    settings = {"name": "tiny", "created": 1, "reader": READER, "engine": engine, "embed": None, "length": LENGTH}
+    settings = {"name": "tiny", "created": 1, "reader": READER, "engine": engine, "length": LENGTH}
     return Service(**{**settings, "most": 16, "body_bytes": 20_000, "body_seconds": 1.0, **changed})
-
-
-def embed(texts: list[list[int]]) -> np.ndarray:
-    """Length and first id of each text."""
-    return np.array([[len(ids), ids[0]] for ids in texts], np.float32)
 
 
 @contextmanager

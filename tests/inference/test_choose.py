@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.sampling import bias_rows, choose_rows, log_probabilities_of, row_sampling
+from jaxtrain.inference.sampling import choose_rows, log_probabilities_of, row_sampling
 
 TIES = [1.0, 3.0, 3.0, 3.0, -2.0]
 RISING = [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -20,7 +20,7 @@ def draws(logits: list[float], count: int = 100, **sampling: Any) -> set[int]:
     """What rows of the same logits get, each with its own seed."""
     rows = row_sampling([jt.Sampling(**sampling)] * count, range(count))
     logits_SV = jnp.tile(jnp.array(logits), (count, 1))
-    none = dict(prompt_counts_SV=None, output_counts_SV=None, bias_SV=None)
+    none = dict(prompt_counts_SV=None, output_counts_SV=None)
     return set(chosen_of(logits_SV, rows, jnp.zeros(count, jnp.int32), **none).tolist())
 
 
@@ -47,7 +47,7 @@ def test_what_each_rule_leaves(logits, sampling, wanted):
 def test_the_draws_follow_the_probabilities():
     count = 4000
     rows = row_sampling([jt.Sampling(temperature=2.0)] * count, range(count))
-    none = dict(prompt_counts_SV=None, output_counts_SV=None, bias_SV=None)
+    none = dict(prompt_counts_SV=None, output_counts_SV=None)
     found = chosen_of(jnp.tile(jnp.array(RISING), (count, 1)), rows, jnp.zeros(count, jnp.int32), **none)
     wanted = np.exp(np.array(RISING) / 2) / np.exp(np.array(RISING) / 2).sum()
     # Four standard deviations of a share of 4,000 draws.
@@ -58,12 +58,12 @@ def test_a_row_depends_on_neither_slot_nor_neighbours():
     kinds = [jt.Sampling(0.9), jt.Sampling(0), jt.Sampling(1.1, 3), jt.Sampling(1.0, None, 0.8), jt.Sampling(min_p=0.1)]
     logits = jax.random.normal(jax.random.key(0), (5, 300)) * 3
     positions, none = jnp.arange(5, dtype=jnp.int32) + 7, dict(prompt_counts_SV=None, output_counts_SV=None)
-    together = chosen_of(logits, row_sampling(kinds, range(5)), positions, **none, bias_SV=None)
+    together = chosen_of(logits, row_sampling(kinds, range(5)), positions, **none)
     order = np.array([3, 0, 4, 2, 1])
     rows = row_sampling([kinds[i] for i in order], order.tolist())
-    moved = chosen_of(logits[order], rows, positions[order], **none, bias_SV=None)
+    moved = chosen_of(logits[order], rows, positions[order], **none)
     np.testing.assert_array_equal(together[order], moved)
-    alone = chosen_of(logits[2:3], row_sampling(kinds[2:3], [2]), positions[2:3], **none, bias_SV=None)
+    alone = chosen_of(logits[2:3], row_sampling(kinds[2:3], [2]), positions[2:3], **none)
     assert alone[0] == together[2]
 
 
@@ -73,7 +73,6 @@ PENALTIES = {
     "presence of what the output has": (dict(presence_penalty=2.0), [1.0, 2.0, 2.5], 1),
     "frequency counts": (dict(frequency_penalty=0.5), [1.0, 2.0, 3.2], 1),
     "a negative frequency": (dict(frequency_penalty=-2.0), [9.0, 2.0, 6.0], 2),
-    "a bias": (dict(logit_bias={1: 3.0}), [1.0, 0.0, 2.0], 1),
 }
 
 
@@ -81,14 +80,12 @@ PENALTIES = {
 def test_penalties_change_the_greedy_choice(sampling, logits, wanted):
     """The prompt has token 0, the output token 2, three times."""
     one = jt.Sampling(temperature=0, **sampling)
-    bias = bias_rows([one], 3)
     found = chosen_of(
         jnp.array([logits]),
         row_sampling([one], [0]),
         jnp.zeros(1, jnp.int32),
         prompt_counts_SV=jnp.array([[1, 0, 0]]),
         output_counts_SV=jnp.array([[0, 0, 3]]),
-        bias_SV=None if bias is None else jnp.asarray(bias),
     )
     assert found.tolist() == [wanted]
 

@@ -12,7 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Request
-from jaxtrain.inference.sampling import Sampling, bias_rows, choose_rows, row_sampling
+from jaxtrain.inference.sampling import Sampling, choose_rows, row_sampling
 
 LENGTH, VOCABULARY = 64, 62
 SMALL = {
@@ -33,8 +33,7 @@ SAMPLINGS = (
     Sampling(temperature=0.9, min_p=0.05),
     Sampling(temperature=0, repetition_penalty=1.5),
     Sampling(temperature=0.8, presence_penalty=1.0, frequency_penalty=-0.5),
-    Sampling(temperature=0, logit_bias=((3, 30.0), (4, -100.0))),
-    Sampling(temperature=1.0, logit_bias=((7, 3.0),), repetition_penalty=0.8),
+    Sampling(temperature=1.0, repetition_penalty=0.8),
 )
 
 
@@ -50,12 +49,12 @@ class Alone:
     """Each request by itself: full forward passes of its text, without cache, slots or chunks."""
 
     def __init__(self, sharded_model: jt.ShardedModel, params: Any):
-        def next_token(params: Any, text: Any, at: Any, row: Any, counts: Any, bias: Any) -> tuple[Any, Any]:
+        def next_token(params: Any, text: Any, at: Any, row: Any, counts: Any) -> tuple[Any, Any]:
             logits_BLV = sharded_model.apply(params, {}, text[None], key=None, train=False)[0]
             logits_BLV = logits_BLV["logits"] if isinstance(logits_BLV, dict) else logits_BLV
             last_1V = logits_BLV[0, at - 1][None]
             prompt, output = counts[:1], counts[1:]
-            token = choose_rows(last_1V, row, at[None], prompt_counts_SV=prompt, output_counts_SV=output, bias_SV=bias)
+            token = choose_rows(last_1V, row, at[None], prompt_counts_SV=prompt, output_counts_SV=output)
             return token[0], jax.nn.log_softmax(logits_BLV[0].astype(jnp.float32))
 
         self._next, self._params = jax.jit(next_token), params
@@ -66,11 +65,10 @@ class Alone:
         begin = len(request.tokens)
         text[:begin] = request.tokens
         np.add.at(counts[0], list(request.tokens), 1)
-        row, bias = row_sampling([request.sampling], [request.seed]), bias_rows([request.sampling], VOCABULARY)
-        bias = np.zeros((1, VOCABULARY), np.float32) if bias is None else bias
+        row = row_sampling([request.sampling], [request.seed])
         tokens, log_probabilities, table = [], [], np.zeros(0)
         for at in range(begin, begin + request.new_tokens):
-            token, table = jax.device_get(self._next(self._params, text, np.int32(at), row, counts, bias))
+            token, table = jax.device_get(self._next(self._params, text, np.int32(at), row, counts))
             text[at] = token
             counts[1, token] += 1
             tokens.append(int(token))

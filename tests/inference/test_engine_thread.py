@@ -50,12 +50,6 @@ class CountingPrograms:
     def prefill(self, chunk: Chunk) -> Chosen:
         return self._chosen(chunk.tokens_C[-1:], f"prefill {chunk.slot}")
 
-    def copy(self, source: int, target: int) -> None:
-        self.runs.append(f"copy {source} to {target}")
-
-    def set_penalties(self, *_: Any) -> None:
-        self.runs.append("penalties")
-
 
 def request(first: int = 1, length: int = 1, new_tokens: int = 3, **given: Any) -> Request:
     return Request(tuple(range(first, first + length)), new_tokens, Sampling(temperature=0), **given)
@@ -122,28 +116,13 @@ def test_answers_go_on_while_a_long_prompt_is_read():
     assert programs.runs == ["prefill 1", "decode"] * 3
 
 
-def test_a_prompt_that_another_slot_has_read_is_copied():
-    """Of requests that come together too, as the several answers to one prompt do."""
-    programs: Any = CountingPrograms(slots=3, chunk=40)
-    waiting: deque[Ticket] = deque()
-    scheduler = Scheduler(programs, waiting)
-    tickets = [Ticket(one) for one in (request(length=30), request(length=30), request(length=10))]
-    for ticket in tickets:
-        waiting.append(ticket)
-    while not scheduler.is_idle:
-        scheduler.step()
-    assert [run for run in programs.runs if run != "decode"] == ["prefill 0", "copy 0 to 1", "prefill 1", "prefill 2"]
-    assert [ticket.cached_tokens for ticket in tickets] == [0, 29, 0]  # less than 16 tokens are not worth a copy
-    assert scheduler.counters.cached_tokens == 29
-
-
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_place(engine):
     engine, programs = engine
     programs.gate.clear()
     running = [engine.submit(request(10 * index)) for index in (1, 2)]
     until(lambda: engine.counters().queued == 0)
     queued = [engine.submit(request(10 * index)) for index in (3, 4)]
-    with pytest.raises(EngineFull, match="4 requests run or wait"):
+    with pytest.raises(EngineFull, match="4 requests are running or waiting"):
         engine.submit(request(50))
     queued[0].cancel()
     running[0].cancel("stop")

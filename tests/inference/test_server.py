@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import ScriptedEngine, embed, service, serving
+from scripted import ScriptedEngine, service, serving
 from starlette.testclient import TestClient
 
 from jaxtrain.inference.server.app import build_app
@@ -220,18 +220,3 @@ def test_pages_of_other_sites_are_refused(headers, open_status, key_status):
         if status != 200:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert client.get("/v1/models", headers=given).status_code == (200 if status == 415 else status)
-
-
-def test_embeddings():
-    given = service(None, embed=embed, compiled=lambda: 3)
-    with serving(given) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as one:
-        for form in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
-            found = one.embeddings.create(model="tiny", input=["abc", "b"], **form)
-            assert [entry.embedding for entry in found.data] == [[3.0, 97.0], [1.0, 98.0]]
-            assert found.usage.prompt_tokens == 4
-        with pytest.raises(openai.BadRequestError, match="has 65 tokens, and the model takes 64"):
-            one.embeddings.create(model="tiny", input="a" * 65)
-        with pytest.raises(openai.NotFoundError, match=r"the model tiny has .* POST /v1/embeddings"):
-            one.completions.create(model="tiny", prompt="a")
-        lines = [line for line in httpx.get(f"{address}/metrics").text.splitlines() if "compiled" in line]
-        assert lines[-1] == "jaxtrain_compiled_total 3"

@@ -14,11 +14,9 @@ from jaxtrain.inference.server.bodies import (
     ChatBody,
     Choice,
     CompletionBody,
-    EmbeddingBody,
     RefusedError,
     chat_call,
     completion_call,
-    embedding_texts,
     read_body,
 )
 
@@ -35,10 +33,6 @@ def completion(**fields: Any) -> Call:
 
 def chat(**fields: Any) -> Call:
     return chat_call(read(ChatBody, {"messages": HI, **fields}), READER, length=LENGTH, most=16)
-
-
-def embedding(given: Any) -> Any:
-    return embedding_texts(read(EmbeddingBody, {"input": given}), READER, length=LENGTH)
 
 
 NOT_JSON = {
@@ -67,7 +61,7 @@ WRONG_COMPLETIONS = {
     "a number as prompt": ({"prompt": 1.5}, "prompt", "array"),
     "an id outside of the vocabulary": ({"prompt": [258]}, "prompt", "use ids from 0 to 257"),
     "temperature NaN": ({"temperature": float("nan")}, "temperature", "finite"),
-    "a bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias", "integer"),
+    "a bias of tokens": ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
 }
 WRONG_CHATS = {
     "no messages": ({"messages": None}, "messages", "required"),
@@ -97,33 +91,26 @@ def test_every_form_of_a_prompt():
     assert [one.tokens for one in completion(prompt=[[72], [72, END]]).requests] == [(72,), (72, END)]
     assert [one.tokens for one in completion(prompt=["Hi", "<|im_end|>"]).requests] == [(72, 105), (END,)]
     assert completion(prompt="").requests[0].tokens == (0,)  # an empty text begins with the first id
-    assert (embedding("a"), embedding([[1, 2]])) == ([[97]], [[1, 2]])
-    for given in ([999], [""], "a" * (LENGTH + 1)):
-        with pytest.raises(RefusedError):
-            embedding(given)
 
 
 def test_a_conversation_is_written_by_the_template():
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": parts, "name": "Ann"}]
     turns = "<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert READER.of_messages([{"role": "system", "content": "Be"}, *HI]) == tuple(
-        READER.encode(turns, add_special_tokens=False)
-    )
-    assert chat(messages=messages).requests[0].tokens == tuple(READER.encode(turns, add_special_tokens=False))
+    assert READER.of_messages([{"role": "system", "content": "Be"}, *HI]) == tuple(READER.encode(turns))
+    assert chat(messages=messages).requests[0].tokens == tuple(READER.encode(turns))
 
 
 def test_fields_become_requests_of_the_engine():
     sampled = completion(
         prompt=["Hi", "Ho"], n=2, seed=7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
-        presence_penalty=-1, frequency_penalty=2, logit_bias={"5": -100}, max_tokens=4, logprobs=3,
+        presence_penalty=-1, frequency_penalty=2, max_tokens=4, logprobs=3,
     )  # fmt: skip
     assert [(one.tokens, one.seed) for one in sampled.requests] == [
         ((72, 105), 7), ((72, 105), 8), ((72, 111), 7), ((72, 111), 8),
     ]  # fmt: skip
     expected = Sampling(
         0.5, 3, 0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1.0, frequency_penalty=2.0,
-        logit_bias=((5, -100.0),),
     )  # fmt: skip
     one = sampled.requests[0]
     assert (one.sampling, one.new_tokens, one.top) == (expected, 4, 3)

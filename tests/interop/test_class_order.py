@@ -43,5 +43,5 @@ def test_another_order_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     found = jt.load_config({"model": {"from": str(tmp_path / "model")}, "data": {"kind": "digits"}}).config
     check_class_order(found, ("yes", "no"))
-    with pytest.raises(jt.ConfigError, match=r"gives yes, no, .* numbers its classes no, yes, .* \(0 for yes"):
+    with pytest.raises(jt.ConfigError, match=r"numbers its classes yes, no, .* the data no, yes, .* \(0 for yes"):
         check_class_order(found, ("no", "yes"))

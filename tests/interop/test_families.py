@@ -43,6 +43,8 @@ ROWS = {
     **dict.fromkeys(("gpt_oss", "deepseek_v3", "deepseek_v2"), PLAIN),
     **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
+    **dict.fromkeys(("modernbert_mlm", "modernbert_sequence", "modernbert_token"), ENCODER),
+    **dict.fromkeys(("electra_mlm", "electra_sequence", "electra_token", "electra_discriminator"), ENCODER),
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
     **dict.fromkeys(("t5", "t5_v11"), TO_TEXT),
@@ -102,7 +104,8 @@ def test_logits_and_gradient(name):
     for key in [key for key in wanted if key.startswith("grad:")]:
         name = key.removeprefix("grad:")
         tensors = plan_tensors(family.tensors(settings), {"": "float32"})
-        ((_, tensor, parts),) = gathered({name: tensors[name]}, held)
+        tensor = tensors[name]
+        parts = [gathered(*part, held) for part in tensor.parts]
         found = floats_of(tensor, parts)
         np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
 

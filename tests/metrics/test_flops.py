@@ -130,6 +130,17 @@ def test_a_head_counts_its_layers(head, more):
     assert found - plain == 6 * more
 
 
+def test_embeddings_of_another_width_count_the_layer_after_them_and_a_narrower_output():
+    sizes = {"embed_dim": 8, "num_heads": 2, "vocab_size": 32, "causal": False, "tie_embeddings": True}
+    sizes |= {"head": {"kind": "masked_language_model"}}
+    found = _flops(TransformerConfig.model_validate({**sizes, "embedding_width": 3}), sequence_length=64)
+    plain = _flops(TransformerConfig.model_validate(sizes), sequence_length=64)
+    assert found is not None
+    assert plain is not None
+    # The projection and the layer of the head are 3 x 8, the output 32 x 3.
+    assert found - plain == 6 * 64 * (3 * 8 + (3 - 8) * 8 + (3 - 8) * 32)
+
+
 def test_an_mlp_with_frozen_layers_counts_what_is_left_of_the_backward_pass():
     config, sizes = MLPConfig(hidden_dims=(16, 32)), dict(input_shape=(64,), num_outputs=10)
     first, second, output = 2 * 64 * 16, 2 * 16 * 32, 2 * 32 * 10

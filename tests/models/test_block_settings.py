@@ -51,6 +51,13 @@ ROWS: dict[str, dict[str, Any]] = {
     ),
     "gpt_j": dict(norm="layernorm", bias="mlp", norm_bias=True, output_bias=True, activation="gelu"),
     "longrope, long": dict(rope_scaling=dict(**LONGROPE, original_length=8), sliding_window=4),
+    "modernbert": dict(
+        causal=False, norm="layernorm", embedding_norm="first_layer", activation="geglu_exact", tie_embeddings=True,
+        local_layers=dict(pattern=(0, 1, 1), window=3, rope_theta=20.0), rope_theta=500.0,
+    ),
+    "electra": dict(
+        position="learned", embedding_width=5, embedding_norm=True, norm="layernorm", bias=True, token_types=2,
+    ),
     "longrope, short": dict(rope_scaling=dict(**LONGROPE, original_length=16)),
     "relative": RELATIVE,
     "rotary_fraction": dict(rotary_fraction=0.7),
@@ -62,7 +69,19 @@ ROWS: dict[str, dict[str, Any]] = {
     "no positions": dict(position="none", local_layers=dict(pattern=(1, 0), window=3)),
 }  # fmt: skip
 # The others run under --all.
-PLAIN = ("gpt", "llama", "gemma", "olmo2", "gpt_oss", "cohere2", "deepseek", "yarn", "bert", "longrope, long")
+PLAIN = (
+    "gpt",
+    "llama",
+    "gemma",
+    "olmo2",
+    "gpt_oss",
+    "cohere2",
+    "deepseek",
+    "yarn",
+    "bert",
+    "modernbert",
+    "longrope, long",
+)
 
 
 def scrambled(params: Any) -> Any:
@@ -218,10 +237,10 @@ def gelu(x: np.ndarray, *, exact: bool) -> np.ndarray:
 def through_mlp(x_LD: np.ndarray, params: Any, config: TransformerConfig) -> np.ndarray:
     up_LF = x_LD @ params["up"]["kernel"] + params["up"].get("bias", 0)
     match config.activation:
-        case "swiglu" | "geglu":
+        case "swiglu" | "geglu" | "geglu_exact":
             gate_LF = x_LD @ params["gate"]["kernel"] + params["gate"].get("bias", 0)
-            silu = config.activation == "swiglu"
-            hidden_LF = (gate_LF / (1 + np.exp(-gate_LF)) if silu else gelu(gate_LF, exact=False)) * up_LF
+            silu, exact = config.activation == "swiglu", config.activation == "geglu_exact"
+            hidden_LF = (gate_LF / (1 + np.exp(-gate_LF)) if silu else gelu(gate_LF, exact=exact)) * up_LF
         case "relu":
             hidden_LF = np.maximum(up_LF, 0)
         case activation:
@@ -235,8 +254,11 @@ def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> n
         x_LD = x_LD + params["positions"][config.position_offset : config.position_offset + len(tokens_L)]
     if config.token_types:
         x_LD = x_LD + params["token_types"][0]
-    if config.embedding_norm:
+    if config.embedding_norm is True:
         x_LD = normalized(x_LD, params["embedding_norm"], config)
+    if "embedding_projection" in params:
+        projection = params["embedding_projection"]
+        x_LD = x_LD @ projection["kernel"] + projection["bias"]
     for layer in range(config.num_layers):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
 
@@ -253,7 +275,9 @@ def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> n
 
         match config.block:
             case "pre":
-                x_LD = x_LD + scale * attend(norm(x_LD, "attention"))
+                inner_LD = norm(x_LD, "attention")
+                x_LD = inner_LD if config.embedding_norm == "first_layer" and layer == 0 else x_LD
+                x_LD = x_LD + scale * attend(inner_LD)
                 x_LD = x_LD + scale * mlp(norm(x_LD, "mlp"))
             case "post":
                 x_LD = norm(x_LD + attend(x_LD), "attention")

@@ -36,6 +36,7 @@ KINDS = {
         latent=dict(query_rank=6, key_value_rank=8, nope_dim=6, rope_dim=4, value_dim=5),
         experts=dict(num_experts=4, dense_layers=1, dense_dim=12),
     ),
+    "norm of embeddings in the first layer": dict(embedding_norm="first_layer", activation="geglu_exact"),
     "post": dict(block="post", norm="layernorm", position="learned"),
 }
 PLAIN = ("relative",)
@@ -91,7 +92,7 @@ def test_a_prompt_has_logits_at_its_last_position_alone():
     shape = f"f32[2,{PROMPT},{SMALL['vocab_size']}]"
     sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
     start = start_function(model, DecodingForm(2), sharded.policy, sharded.mesh)
-    rules = row_rules([Sampling(temperature=0)] * 2, [0, 1], (), model)
+    rules = row_rules([Sampling(temperature=0)] * 2, [0, 1], ())
     program = str(jax.make_jaxpr(start)(params, tokens()[:, :PROMPT], LENGTHS, rules))
     assert shape not in program
     assert f"f32[2,1,{SMALL['vocab_size']}]" in program or f"f32[2,{SMALL['vocab_size']}]" in program

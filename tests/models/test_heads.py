@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtrain.config.model import HeadConfig
+from jaxtrain.config.model import HeadConfig, TransformerConfig
 from jaxtrain.models.shipped.heads import MaskedLanguageModelHead, PooledHead, head_inputs, num_labels
 from jaxtrain.models.shipped.shapes import head_rows
 
@@ -43,9 +43,14 @@ def with_random_parameters(module):
     return module
 
 
+def with_head(head, **settings):
+    sizes = dict(embed_dim=WIDTH, num_heads=1, causal=False, norm="layernorm", norm_epsilon=1e-3)
+    return TransformerConfig(**{**sizes, **settings}, head=head)
+
+
 def make(**settings):
     head = HeadConfig(**settings)
-    return head, with_random_parameters(PooledHead(head, WIDTH, num_labels(head, LABELS), nnx.Rngs(0)))
+    return head, with_random_parameters(PooledHead(with_head(head), num_labels(head, LABELS), nnx.Rngs(0)))
 
 
 def run(head, module, *, segments=SEGMENTS, key=None):
@@ -54,6 +59,12 @@ def run(head, module, *, segments=SEGMENTS, key=None):
 
 def dense(layer, x):
     return x @ np.asarray(layer.kernel[...]) + (0 if layer.bias is None else np.asarray(layer.bias[...]))
+
+
+def normalized(norm, x):
+    y = x - x.mean(-1, keepdims=True)
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-3) * np.asarray(norm.scale[...])
+    return y if norm.bias is None else y + np.asarray(norm.bias[...])
 
 
 @pytest.mark.parametrize("pooling", POOLED)
@@ -67,6 +78,15 @@ def test_a_hidden_layer_comes_before_the_output(hidden):
     head, module = make(kind="sequence", hidden=hidden, bias=hidden != "relu")
     expected = dense(module.output, ACTIVATIONS[hidden](dense(module.hidden, X[:, 0])))
     np.testing.assert_allclose(run(head, module), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("bias", [True, "output", False])
+def test_a_hidden_layer_may_have_a_norm_and_only_the_output_a_bias(bias):
+    head, module = make(kind="sequence", hidden="relu", hidden_norm=True, bias=bias)
+    biases = [one.bias is not None for one in (module.hidden, module.hidden_norm, module.output)]
+    assert biases == [bias is True, bias is True, bias is not False]
+    hidden = np.maximum(dense(module.hidden, X[:, 0]), 0)
+    np.testing.assert_allclose(run(head, module), dense(module.output, normalized(module.hidden_norm, hidden)), **CLOSE)
 
 
 def test_a_token_head_has_labels_for_each_token_and_without_segments_nothing_is_padding():
@@ -92,7 +112,7 @@ def test_a_row_of_padding_alone_gives_finite_numbers():
 
 def test_dropout_keeps_the_mean_and_draws_each_row_alone():
     head = HeadConfig(kind="token", dropout=0.5, num_labels=64)
-    module = PooledHead(head, 64, 64, nnx.Rngs(0))
+    module = PooledHead(with_head(head, embed_dim=64), 64, nnx.Rngs(0))
     assert module.output is not None
     module.output.kernel[...] = jnp.eye(64)
     x = jnp.ones((2, 32, 64))
@@ -107,14 +127,12 @@ def test_dropout_keeps_the_mean_and_draws_each_row_alone():
     np.testing.assert_array_equal(module(x, head_inputs(head, (2, 32), None, None)), x)
 
 
-def test_a_masked_language_model_head_transforms_what_the_output_layer_takes():
-    head = HeadConfig(kind="masked_language_model")
-    built = MaskedLanguageModelHead(head, WIDTH, 11, norm="layernorm", epsilon=1e-3, rngs=nnx.Rngs(0))
-    module = with_random_parameters(built)
-    y = gelu_exact(dense(module.dense, X))
-    y = y - y.mean(-1, keepdims=True)
-    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-3) * np.asarray(module.norm.scale[...])
-    y = y + np.asarray(module.norm.bias[...])
+@pytest.mark.parametrize("width", [None, 4])
+def test_a_masked_language_model_head_transforms_what_the_output_layer_takes(width):
+    config = with_head(HeadConfig(kind="masked_language_model"), embedding_width=width, tie_embeddings=True)
+    module = with_random_parameters(MaskedLanguageModelHead(config, 11, nnx.Rngs(0)))
+    y = normalized(module.norm, gelu_exact(dense(module.dense, X)))
+    assert y.shape[-1] == (width or WIDTH)
     np.testing.assert_allclose(module(jnp.asarray(X)), y, **CLOSE)
     assert module.bias is not None
     assert module.bias[...].shape == (11,)
@@ -124,7 +142,9 @@ def test_a_masked_language_model_head_transforms_what_the_output_layer_takes():
     "settings",
     [
         dict(kind="masked_language_model", bias=False),
+        dict(kind="masked_language_model", bias="output"),
         dict(kind="sequence", hidden="tanh"),
+        dict(kind="sequence", hidden="gelu_exact", hidden_norm=True, bias="output"),
         dict(kind="token", bias=False),
         dict(kind="embedding"),
     ],
@@ -132,12 +152,12 @@ def test_a_masked_language_model_head_transforms_what_the_output_layer_takes():
 )
 def test_the_shapes_are_those_of_the_modules(settings):
     head = HeadConfig(**settings)
-    labels = num_labels(head, LABELS)
+    config, labels = with_head(head), num_labels(head, LABELS)
     if head.kind == "masked_language_model":
-        module = MaskedLanguageModelHead(head, WIDTH, 11, norm="layernorm", epsilon=1e-5, rngs=nnx.Rngs(0))
+        module = MaskedLanguageModelHead(config, 11, nnx.Rngs(0))
     else:
-        module = PooledHead(head, WIDTH, labels, nnx.Rngs(0))
+        module = PooledHead(config, labels, nnx.Rngs(0))
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
     found = {"/".join(["head", *(str(part.key) for part in path)]): leaf.shape for path, leaf in leaves}
-    rows = head_rows(head, WIDTH, norm="layernorm", vocab_size=11, num_labels=labels)
+    rows = head_rows(config, vocab_size=11, num_labels=labels)
     assert found == {path: shape for path, (shape, _) in rows.items()}

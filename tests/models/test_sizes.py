@@ -155,6 +155,12 @@ ENCODERS = {
     "roberta_base": 124_697_433,
     "roberta_large": 355_412_057,
     "distilbert_base": 66_985_530,
+    # The discriminators.
+    "electra_small": 13_549_057,
+    "electra_base": 109_483_009,
+    "electra_large": 335_142_913,
+    "modernbert_base": 149_655_232,
+    "modernbert_large": 395_881_664,
     # Without the pooling layer [384, 384], which sentence embeddings do not use.
     "minilm_l6": 22_713_216 - 384 * 385,
 }

@@ -90,6 +90,26 @@ def test_packed_documents_do_not_see_each_other(net):
             np.testing.assert_allclose(packed[row, here], alone, **CLOSE)
 
 
+def test_packed_texts_of_an_encoder_with_local_layers_give_what_they_give_alone():
+    local = dict(pattern=(0, 1), window=3, rope_theta=100.0)
+    encoder = Net(**LLAMA, num_layers=3, causal=False, embedding_norm="first_layer", local_layers=local)
+    segments = np.array([[1, 1, 1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 2, 0, 0]], np.int32)
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 0, 0]], np.int32)
+    packed = encoder({"tokens": TOKENS, "segments": segments, "positions": positions})
+    for row, segment in ((0, 1), (0, 2), (1, 1), (1, 2)):
+        here = segments[row] == segment
+        np.testing.assert_allclose(packed[row, here], encoder(TOKENS[row : row + 1, here])[0], **CLOSE)
+
+
+def test_norms_and_widths_of_embeddings_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=r"embedding_norm=first_layer is a norm of .* set block: pre"):
+        Net(embedding_norm="first_layer", block="post")
+    with pytest.raises(
+        ConfigError, match=r"embeddings of embedding_width are no output layer .* tie_embeddings: false"
+    ):
+        Net(embedding_width=8, tie_embeddings=True)
+
+
 def test_positions_that_there_are_not_are_refused(nets):
     with pytest.raises(ConfigError, match=r"sequence length 9 exceeds model\.max_sequence_length=8"):
         nets["gpt"](np.zeros((1, 9), np.int32))

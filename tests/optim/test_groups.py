@@ -13,9 +13,7 @@ from pydantic import TypeAdapter
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.config.optimizers import OptimizerConfig
-from jaxtrain.optim.offload import why_not_in_slices
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.optim.wrappers import ElementwiseTransformation
 
 RATE = optax.linear_schedule(0.1, 0.01, 5)
 RNG = np.random.default_rng(0)
@@ -85,21 +83,6 @@ def test_each_group_is_updated_as_alone(main: Any, groups: Any, alone: Any) -> N
         wanted = run(build(**settings), part(PARAMS, path), [part(gradient, path) for gradient in GRADIENTS])
         # The same operations, fused differently: a few roundings of fp32 on numbers near 1.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), part(found, path), wanted)
-
-
-def test_from_python_it_is_the_same_and_declared_where_all_are() -> None:
-    parts = (jt.elementwise(optax.adamw(RATE)), jt.elementwise(optax.sgd(0.5)))
-    made = jt.parameter_groups(parts[0], {"head/kernel": parts[1], "none/*": parts[1], "head/*": optax.lion(0.1)})
-    assert not isinstance(made, ElementwiseTransformation)
-    with pytest.raises(jt.ConfigError, match=r"parameter_groups: 'none/\*' matches no parameter; the nearest"):
-        made.init(PARAMS)
-    declared = jt.parameter_groups(parts[0], {"head/*": parts[1]})
-    assert isinstance(declared, ElementwiseTransformation)
-    assert why_not_in_slices(declared, jax.eval_shape(declared.init, PARAMS), PARAMS) is None
-    found = run(declared, PARAMS, GRADIENTS)
-    for path, optimizer in (("head", parts[1]), ("body", parts[0])):
-        wanted = run(optimizer, part(PARAMS, path), [part(gradient, path) for gradient in GRADIENTS])
-        jax.tree.map(np.testing.assert_array_equal, part(found, path), wanted)
 
 
 def test_a_wrong_group_is_one_line() -> None:

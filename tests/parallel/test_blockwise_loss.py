@@ -91,24 +91,12 @@ def test_bias_and_softcap_on_a_mesh_move_parameters_as_on_one_device(name: str) 
         np.testing.assert_allclose(params[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_the_kernel_s_gradient_is_summed_block_by_block_where_every_device_keeps_all_of_it(axis: str) -> None:
-    """There a block is sent while the next is computed; where a device keeps a part, one sum can be scattered."""
-    mesh = jt.make_mesh(**{"data": 1, axis: 4}, devices=jax.devices()[:4])
-    task = language_modeling(logits="vocabulary", block=10)
-    step = jt.make_train_step(biased(tied=False), task, optax.sgd(1.0), mesh=mesh)
-    shapes = {name: jax.ShapeDtypeStruct((8, 8), np.int32) for name in ("inputs", "targets")}
-    found = programs.collectives(step.compile(shapes).as_text() or "")
-    in_loop = [c.size for c in found if c.in_loop and c.kind == "all-reduce"]
-    assert (64 * 10 in in_loop) == (axis == "data")
-
-
 @pytest.mark.parametrize("trained", [("table",), ("table", "bias")], ids="-".join)
 def test_the_gradient_of_a_frozen_kernel_is_not_sent(trained: tuple[str, ...]) -> None:
-    """A sum inside the loop over blocks is one that no compiler leaves out, though nothing reads its last result."""
     mesh = jt.make_mesh(data=4, devices=jax.devices()[:4])
     task = language_modeling(logits="vocabulary", block=10)
     step = jt.make_train_step(biased(tied=False), task, optax.sgd(1.0), mesh=mesh, trainable=trained.__contains__)
     shapes = {name: jax.ShapeDtypeStruct((8, 8), np.int32) for name in ("inputs", "targets")}
     found = programs.collectives(step.compile(shapes).as_text() or "")
-    assert not [c.line for c in found if c.kind == "all-reduce" and c.in_loop]
+    # The gradient of the table alone.
+    assert len([size for c in found if c.kind == "all-reduce" for size in c.sizes if size >= 64 * 10]) == 1

@@ -78,9 +78,7 @@ def test_gradients_cross_data_once_a_step_after_the_loop(row: str) -> None:
 def test_zero_sends_each_parameter_twice(row: str) -> None:
     """The paper's volume: a reduce-scatter and an all-gather of P elements, of which a ring sends (N - 1) / N each.
 
-    Stage 2 scatters every layer of every microbatch, in loops: the program has one operation for all layers. Of the
-    embedding it sends the gradients of the rows that were looked up, with their ids, and after the loop its sum, from
-    the columns that a device sums to the rows that it stores.
+    Stage 2 scatters every layer of every microbatch, in loops: the program has one operation for all layers.
     """
     one = program("transformer", row, 4)
     outside, stacked = sizes_of(one.params)
@@ -88,14 +86,11 @@ def test_zero_sends_each_parameter_twice(row: str) -> None:
     over_data = [c for c in one.collectives if crosses(c, one.mesh, "data")]
     sizes = {kind: sum(sum(c.sizes) for c in over_data if c.kind == kind) for kind in programs.KINDS}
     devices = one.mesh.shape["data"]
-    table, tokens = (0, 0) if row == "zero=1" else (VOCABULARY * WIDTH, BATCH * LENGTH // 4)
-    assert sizes.pop("reduce-scatter") == (whole if row == "zero=1" else once - table) // devices
-    assert sizes.pop("all-gather") == whole + tokens
-    assert sizes.pop("all-to-all", 0) == (tokens * WIDTH + table) // devices
+    assert sizes.pop("reduce-scatter") == (whole if row == "zero=1" else once) // devices
+    assert sizes.pop("all-gather") == whole
     # The norm, the sum of the losses and their weights.
     assert sum(sizes.values()) < SMALL
-    # Ids of tokens are no parameters.
-    assert not [c.line for c in over_data if c.kind == "all-gather" and c.in_loop and not c.result.startswith("s32")]
+    assert not [c.line for c in over_data if c.kind == "all-gather" and c.in_loop]
 
 
 @pytest.mark.parametrize("row", long_but("tensor=4,data=2", rows=["tensor=4,data=2", "tensor=2,fsdp=2,data=2"]))

@@ -148,6 +148,16 @@ CASES = {
         plain_rows,
     ),
     "norms of outputs": Case(dict(DECODER, block="output", qk_norm="whole", residual_scale=0.5), plain_rows),
+    "norm of embeddings": Case(
+        dict(
+            DECODER, num_kv_heads=4, causal=False, norm="layernorm", embedding_norm="first_layer", dropout=0.1,
+            embedding_width=8, activation="geglu_exact", tie_embeddings=True, token_types=2,
+            local_layers=dict(pattern=(0, 1, 1), window=5, rope_theta=100.0),
+            head=dict(kind="masked_language_model", bias="output"),
+        ),
+        masked_rows,
+        "masked_language_modeling",
+    ),
     "parallel": Case(
         dict(
             DECODER, block="parallel", norm="layernorm", bias=True, activation="gelu_exact", rotary_fraction=0.5,
@@ -240,6 +250,8 @@ ROWS_OF_MODELS = [
     ("one norm", layout(pipe=2, tensor=2), "full"),
     ("one norm", layout(fsdp=2, context=2), "dots"),
     ("norms of outputs", layout(fsdp=2, tensor=2, sp=True), "dots"),
+    ("norm of embeddings", layout(pipe=2, tensor=2), "full"),
+    ("norm of embeddings", layout(fsdp=2, tensor=2, sp=True), "dots"),
     ("post", layout(fsdp=2, tensor=2), "dots"),
     ("relative", layout(pipe=2, tensor=2, schedule="interleaved_1f1b"), "full"),
     ("latents", layout(fsdp=2, tensor=2, sp=True), "dots"),

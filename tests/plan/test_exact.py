@@ -45,11 +45,11 @@ def test_without_the_compiler_the_analytic_answer_is_given_and_marked(cli) -> No
 
 
 def test_exact_insists_on_a_compiler(cli, tmp_path) -> None:
-    page = tmp_path / "plan.html"
+    path = tmp_path / "planned.yaml"
     # No compiler for it runs anywhere.
-    answer = cli("plan", "gpt2_124m", "--on", "rtx4090", "--exact", "--html", str(page))
+    answer = cli("plan", "gpt2_124m", "--on", "rtx4090", "--exact", "--config", str(path))
     assert (answer.code, answer.out) == (2, "")
-    assert not page.exists()
+    assert not path.exists()
     assert "--exact: rtx4090: no compiler for it" in answer.err
 
 

@@ -112,10 +112,6 @@ SAME = {
         *("quickstart", ["finetune.lora={rank: 4, targets: [quary]}"], 1),
         "lora.targets: 'quary' matches no linear layer",
     ),
-    "muon leaves nothing": (
-        *("quickstart", ["optimizer={kind: muon, adamw: ['layerz/*']}"], 1),
-        "optimizer.adamw: 'layerz/*' matches no parameter; the nearest are blocks/attention/key/kernel, ",
-    ),
     "tensor shards nothing": (
         *("digits_mlp", ["model.hidden_dims=[]", "parallel.tensor=2", "parallel.data=1"], 2),
         "parallel.tensor=2, but no parameter of the model mlp is sharded over it; give the model axes, such as ",

@@ -28,7 +28,7 @@ def test_every_figure_has_a_source_with_a_date():
         undated = {key for key, text in entry.sources.items() if not re.search(r"\b(19|20)\d\d\b", text)}
         allowed = ("assumed", "one machine", "libtpu", "Google Cloud")
         assert all(entry.sources[key].startswith(allowed) for key in undated), entry.name
-        for key in ("on_demand_usd_hour", "spot_usd_hour", "purchase_usd"):
+        for key in ("on_demand_usd_hour", "spot_usd_hour"):
             assert re.search(r"\b20\d\d-\d\d\b", entry.sources.get(key, "2026-01")), f"{key} of {entry.name}"
 
 
@@ -151,7 +151,7 @@ def test_listings():
     lines = hardware_table(CATALOGUE.values()).splitlines()
     assert max(map(len, lines)) <= 120
     rows = {line.split()[0]: line.split() for line in lines[2 : 2 + len(CATALOGUE)]}
-    assert rows["h100"][1:8] == ["79.11", "3.35", "989", "1979", "450", "50.0", "700"]
+    assert rows["h100"][1:8] == ["79.11", "3.35", "989", "1979", "450", "50.0", "6.88"]
     entries = json.loads(json.dumps(hardware_json(CATALOGUE.values())))
     assert [entry["name"] for entry in entries] == list(rows) == list(CATALOGUE)
 

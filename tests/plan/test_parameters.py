@@ -59,6 +59,31 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "norm of embeddings in the first layer, a gate": (
+        TransformerConfig(
+            embedding_norm="first_layer",
+            activation="geglu_exact",
+            causal=False,
+            head=dict(kind="sequence", num_labels=3, hidden="gelu_exact", hidden_norm=True, bias="output"),
+        ),
+        TOKENS,
+    ),
+    "embeddings of another width, labels": (
+        TransformerConfig(
+            embedding_width=24,
+            embedding_norm=True,
+            position="learned",
+            causal=False,
+            head=dict(kind="token", num_labels=3),
+        ),
+        TOKENS,
+    ),
+    "embeddings of another width, masked tokens": (
+        TransformerConfig(
+            embedding_width=24, tie_embeddings=True, causal=False, head=dict(kind="masked_language_model")
+        ),
+        TOKENS,
+    ),
     "experts with biases, and sinks": (
         TransformerConfig(
             experts=ExpertsConfig(score_bias=True, shared_dim=20),

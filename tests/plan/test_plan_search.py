@@ -57,19 +57,6 @@ def test_a_search_ranks_what_fits_the_fastest_first():
     assert all(line.partition(" refused: ")[2] for line in refused)
 
 
-def test_varies_what_is_asked_for_and_nothing_else():
-    config = config_of("llama3_8b")
-    found = search(config, H100X8, vary=("remat", "batch"))
-    configs = [one.config for one in (*found.ranked, *found.too_large)]
-    # A line tells one from another.
-    assert len({describe_layout(one, found.vary) for one in configs}) == len(configs) > 3
-    rows = {one.train.global_batch_size * one.train.steps for one in configs}
-    assert max(rows) / min(rows) == pytest.approx(1, rel=1e-3)
-    assert {(one.parallel.fsdp, one.optimizer.kind) for one in configs} == {(8, "adamw")}
-    with pytest.raises(ConfigError, match=r"^cannot search over 'colour'; known: mesh, zero, remat"):
-        search(config, H100X8, vary=("mesh", "colour"))
-
-
 @pytest.mark.long
 def test_a_layout_is_refused_by_the_planner_where_the_trainer_refuses_it():
     """Every mesh and schedule on 4 devices: the step can be built just where the plan says so, with its bytes."""

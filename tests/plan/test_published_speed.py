@@ -1,5 +1,6 @@
 """Planned speeds beside published ones (published_speeds.yaml): most are near, and all in the planner's range."""
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -9,7 +10,7 @@ import yaml
 
 from jaxtrain.config import load_config
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.targets import parse_targets, with_network
+from jaxtrain.plan.targets import parse_targets
 
 TABLE = yaml.safe_load(Path(__file__).with_name("published_speeds.yaml").read_text(encoding="utf-8"))
 SPEEDS = {f"{row[2]} of {row[3]} on {row[1]}, {row[0]}": row for row in TABLE["speeds"]}
@@ -31,11 +32,9 @@ def planned(row):
     overrides += [f"train.global_batch_size={rows}", f"train.accumulation_steps={1 if pipe else accumulation}"]
     overrides += [f"parallel.microbatches={accumulation}"] if pipe else []
     (target,) = parse_targets(on)
-    network = TABLE["sources"][source].get("network")
-    estimate = analyse(
-        load_config("llama3_8b", overrides=overrides).config,
-        target if network is None else with_network(target, network),
-    )
+    rate = TABLE["sources"][source].get("network_bandwidth", target.hardware.network_bandwidth)
+    target = dataclasses.replace(target, hardware=dataclasses.replace(target.hardware, network_bandwidth=rate))
+    estimate = analyse(load_config("llama3_8b", overrides=overrides).config, target)
     number, unit = figure.split()
     devices_share = rows * length / target.num_devices
     if unit == "tokens/s":

@@ -5,9 +5,7 @@ import shutil
 import grain
 import jax
 import numpy as np
-import optax
 import pytest
-from optax.contrib import schedule_free_sgd
 
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -217,31 +215,6 @@ def test_tokens_of_any_length_and_text(tmp_path):
         with pytest.raises(UserError) as caught:
             run.predict(wrong)
         assert line in str(caught.value)
-
-
-OPTIMIZERS = {
-    "lookahead in a chain": lambda: optax.chain(optax.clip(1.0), jt.lookahead(optax.adam(0.1), sync_period=4)),
-    "schedule-free": lambda: schedule_free_sgd(0.5),
-}
-
-
-# The names of parameters may hold a slash.
-@pytest.mark.parametrize("name", ["lookahead in a chain", pytest.param("schedule-free", marks=pytest.mark.long)])
-def test_an_opened_run_has_the_weights_of_its_evaluation(name, tmp_path):
-    model = jt.from_functions(
-        lambda key: {"linear/w": jax.numpy.full((4, 2), 0.1), "linear/b": jax.numpy.zeros(2)},
-        lambda params, inputs: inputs @ params["linear/w"] + params["linear/b"],
-    )
-    x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
-    settings = dict(steps=7, batch_size=32, logging={"report": False, "tensorboard": False})
-    data = {"inputs": x, "targets": (x.sum(axis=1) > 0).astype(np.int32)}
-    result = jt.fit(model, jt.classification(), OPTIMIZERS[name](), data=data, run_dir=tmp_path, **settings)
-    wanted = result.state.evaluation_params
-    opened = jt.open_run(tmp_path, model=model, task=jt.classification())
-    fresh = jt.make_train_step(model, jt.classification(), optax.sgd(0.1)).init(0, params=str(tmp_path))
-    for found in (opened.params, fresh.params):
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    assert not np.array_equal(wanted["linear/b"], result.state.params["linear/b"])
 
 
 def test_a_tokenizer_that_is_damaged_or_gone(tmp_path):

@@ -146,7 +146,7 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path) -> None:
     assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)
     with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python.*optimizer=\.\.\."):
         run(3)
-    assert run(3, optimizer=optax.lion(1e-3), resume="must").metrics["learning_rate"] == pytest.approx(1e-3)
+    assert run(3, optimizer=optax.lion(1e-3), resume="must").step == 3
 
 
 def test_what_a_callback_logs_is_in_the_metrics_and_the_events(tmp_path: Path) -> None:

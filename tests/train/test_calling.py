@@ -182,32 +182,8 @@ def halves(outputs, batch):
     return contrastive({**outputs, "text": outputs["text"][:, :CLASSES]}, batch)
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_global_rows_see_every_negative_under_accumulation(zero):
-    """Dropout is off, so that one large batch and four microbatches compute the same."""
-    model = jt.from_models({"image": dense(name="image"), "text": dense(name="text")})
-    options = {"mesh": MESHES["data2_fsdp4"], "batch": PAIRS, "parallelism": jt.Parallelism(zero=zero)}
-    task = jt.Task("contrastive", contrastive, rows="global")
-    wanted = train(task, model, mesh={"data": 1}, batch=PAIRS)[0]
-    found, step, state = train(task, model, accumulation_steps=2, **options)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    assert float(step(state, PAIRS)[1]["negatives"]) == ROWS - 1
-
-
-@pytest.mark.long
-def test_global_rows_draw_the_same_masks_in_both_passes():
-    """The gradient of dropout that is drawn anew for the second pass would not be that of the loss."""
-    task = jt.Task("contrastive", halves, rows="global")
-    one, mesh = (train(task, pair(), mesh=MESHES[name], batch=PAIRS, accumulation_steps=2)[0] for name in MESHES)
-    np.testing.assert_allclose(mesh, one, rtol=1e-5)
-
-
 REFUSED = {
-    "calling_global": (
-        jt.Task.calling("c", lambda apply, batch, key: contrastive(apply(batch["inputs"]), batch), rows="global"),
-        {"accumulation_steps": 2},
-        "write Task(name, loss, rows='global')",
-    ),
+    "global": (jt.Task("c", contrastive, rows="global"), {"accumulation_steps": 2}, "use accumulation_steps=1"),
     "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; pass ema_decay=0.999"),
 }
 
@@ -226,13 +202,6 @@ def test_what_would_be_wrong_in_silence_is_refused(case):
     assert "\n" not in str(found.value)
 
 
-def test_rows_that_mix_are_taken_as_they_are_said():
-    model = jt.from_models({"image": dense(name="image"), "text": dense(name="text")})
-    step = jt.make_train_step(model, jt.Task("c", contrastive, rows="microbatch"), optax.sgd(0.1), accumulation_steps=2)
-    _, metrics = step(step.init(0), PAIRS)
-    assert float(metrics["negatives"]) == ROWS // 2 - 1
-
-
 STAGES = jt.build_model(
     {"kind": "transformer", "num_layers": 2, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 8},
     input_shape=(8,),
@@ -241,12 +210,11 @@ STAGES = jt.build_model(
 
 
 def test_the_pipeline_refuses_what_needs_all_rows_in_one_place():
-    calling, mixing = jt.Task.calling("once", calls_once), jt.Task("c", contrastive, rows="microbatch")
+    calling, mixing = jt.Task.calling("once", calls_once), jt.Task("c", contrastive, rows="global")
     with pytest.raises(jt.ConfigError, match="calls the model itself; use parallel"):
         jt.make_train_step(STAGES, calling, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, devices=jax.devices()[:2]))
-    with pytest.raises(jt.ConfigError, match="a stage sees one shard of data"):
+    with pytest.raises(jt.ConfigError, match="the last stage sees one microbatch"):
         jt.make_train_step(STAGES, mixing, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, data=4))
-    jt.make_train_step(STAGES, mixing, optax.sgd(0.1), mesh=jt.make_mesh(pipe=2, fsdp=4, data=1))
 
 
 def test_calls_of_one_loss_draw_other_masks_and_take_other_parameters():

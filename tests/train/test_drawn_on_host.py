@@ -31,7 +31,7 @@ CASES = [
         {**TRANSFORMER, "experts": {"num_experts": 2}},
         jt.language_modeling(),
         {
-            "optimizer": jt.lookahead(optax.adamw(1e-3)),
+            "optimizer": optax.adamw(1e-3),
             "ema_decay": 0.9,
             "mesh": {"pipe": 2, "data": 2, "tensor": 2},
             "parallelism": jt.Parallelism(zero=1),

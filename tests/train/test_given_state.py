@@ -65,7 +65,6 @@ def test_a_state_that_was_donated_is_one_line(step: TrainStep) -> None:
     second, _ = step(first, BATCH)
     for use in (
         lambda: step(first, BATCH),
-        lambda: step.gradients(first, BATCH),
         lambda: jt.Evaluator(step)(first, [BATCH]),
     ):
         with pytest.raises(jt.ConfigError, match=r"given to an earlier step.*state, metrics = step\(state, batch\)"):

@@ -18,7 +18,7 @@ from jaxtrain.data.files import with_local_paths
 from jaxtrain.data.permutation import Span
 from jaxtrain.data.rows import ConcatenatedRows, Rows, TokenRows
 from jaxtrain.data.sources.builtin import markov_tokens
-from jaxtrain.data.sources.corruption import SpanNoise, corrupted, noise_identity, noise_of, stream_length
+from jaxtrain.data.sources.corruption import masked, masking_of
 from jaxtrain.data.sources.shards import shard_source
 from jaxtrain.data.sources.tokens import TokenSource, documents_of, encoded_source, split_tokens
 from jaxtrain.data.tokenizer import ByteTokenizer, build_tokenizer, tokenizer_sha256
@@ -42,8 +42,8 @@ def open_streams(
     weights = [component.weight for component in config.components] if isinstance(config, MixtureData) else None
     sources = _sources(config)
     tokenizer_config = None if isinstance(config, TokenData | SyntheticData) else config.tokenizer
-    noise = noise_of(config, sources[0], tokenizer_config, sequence_length=sequence_length)
-    taken = sequence_length if noise is None else stream_length(noise, sequence_length)
+    masking = masking_of(config, sources[0], tokenizer_config, sequence_length=sequence_length)
+    taken = sequence_length if masking is None else sequence_length - masking.num_around
     if isinstance(config, SyntheticData):
         sources = [markov_tokens(config, sequence_length=taken)]
         border = config.num_rows * taken
@@ -67,13 +67,12 @@ def open_streams(
     rows += [ConcatenatedRows(held_out) if len(held_out) > 1 else held_out[0]] if held_out else []
     fingerprint = _fingerprint(sources, spans, weights)
     fingerprint |= {"sequence_length": sequence_length, "num_rows": sum(map(len, train))}
-    vocab_size, decoder_length = max(source.vocab_size for source in sources), 0
-    if noise is not None and config.corruption is not None:
+    vocab_size = max(source.vocab_size for source in sources)
+    if masking is not None:
         # The same tokens are hidden in evaluation whatever the seed of the run is, so that runs can be compared.
-        rows = [corrupted(side, noise, seed=seed if i == 0 else 0) for i, side in enumerate(rows)]
-        fingerprint["corruption"] = noise_identity(config.corruption, noise)
-        vocab_size = noise.vocab_size
-        decoder_length = noise.sizes.targets_length if isinstance(noise, SpanNoise) else 0
+        rows = [masked(side, masking, seed=seed if i == 0 else 0) for i, side in enumerate(rows)]
+        fingerprint["corruption"] = masking.identity()
+        vocab_size = masking.vocab_size
     counts = f"{sum(map(len, train)):,} training rows and {sum(map(len, held_out)):,} validation rows"
     tokenizer = sources[0].tokenizer
     kind = "none" if tokenizer is None else "bytes" if isinstance(tokenizer, ByteTokenizer) else "byte-level BPE"
@@ -84,14 +83,13 @@ def open_streams(
         vocab_size=vocab_size,
         input_shape=(sequence_length,),
         unit="tokens",
-        units_per_row=sequence_length + decoder_length,
+        units_per_row=sequence_length,
         tokenizer=tokenizer,
         description=(
             *_described(sources, spans, weights),
             f"{counts} of {sequence_length:,} tokens",
             f"tokenizer: {kind}, {vocab_size:,} ids",
         ),
-        decoder_length=decoder_length or None,
     )
 
 

@@ -24,7 +24,7 @@ from jaxtrain.inference.engine.request import (
     Ticket,
 )
 from jaxtrain.inference.prompts import decoder_of
-from jaxtrain.inference.sampling import Sampling, bias_rows, row_sampling
+from jaxtrain.inference.sampling import Sampling, row_sampling
 from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
 
@@ -65,9 +65,7 @@ class Slot:
         cached: tokens whose keys and values are at positions 0, 1, ... of the row. They stay when the row becomes free,
             so that a prompt that begins with them need not be read again.
         text: prompt and answer so far.
-        reuses: whether another row may still be asked for what it has of the prompt.
         order: number of the request that has the row, or had it last.
-        has_bias: whether the biases of the row on the device may be other than zero.
     """
 
     def __init__(self, index: int):
@@ -76,7 +74,6 @@ class Slot:
         self.cached: list[int] = []
         self.text: list[int] = []
         self.order = 0
-        self.reuses = self.has_bias = False
 
     @property
     def reads(self) -> bool:
@@ -91,13 +88,9 @@ class Slot:
     def take(self, ticket: Ticket, order: int) -> None:
         """Give the row to a request, and keep what its prompt begins with."""
         tokens = ticket.request.tokens
-        self.ticket, self.order, self.text, self.reuses = ticket, order, list(tokens), True
-        self.keep(kept_prefix(self, tokens))
-
-    def keep(self, kept: int) -> None:
-        """Note how many tokens of the prompt the row has."""
-        assert self.ticket is not None
-        self.cached, self.ticket.cached_tokens = self.text[:kept], kept
+        kept = kept_prefix(self, tokens)
+        self.ticket, self.order, self.text = ticket, order, list(tokens)
+        self.cached, ticket.cached_tokens = self.text[:kept], kept
 
 
 def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
@@ -170,23 +163,15 @@ class Scheduler:
             slot.take(ticket, self._orders)
             row = row_sampling([sampling], [request.seed])
             jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
-            if sampling.counts_tokens or sampling.logit_bias or slot.has_bias:
-                self._set_penalties(slot, request)
-            self._count(slots_in_use=1)
-
-    def _set_penalties(self, slot: Slot, request: Request) -> None:
-        size, sampling = self._programs.vocab_size, request.sampling
-        counts_V = np.bincount(np.asarray(request.tokens), minlength=size).astype(np.int32)
-        bias_SV = bias_rows([sampling], size)
-        bias_V = np.zeros(size, np.float32) if bias_SV is None else bias_SV[0]
-        self._programs.set_penalties(slot.index, counts_V, bias_V)
-        slot.has_bias = bool(sampling.logit_bias)
+            if sampling.counts_tokens:
+                size = self._programs.vocab_size
+                counts_V = np.bincount(np.asarray(request.tokens), minlength=size).astype(np.int32)
+                self._programs.begin_counts(slot.index, counts_V)
+            self._count(slots_in_use=1, cached_tokens=ticket.cached_tokens)
 
     def _read(self, slot: Slot) -> None:
         """Read the next chunk of a slot's prompt; the last one gives the first token of the answer."""
         assert slot.ticket is not None
-        if slot.reuses:  # once, and not when it got the slot: those that came with it may have read the same since
-            self._borrow(slot)
         request, begin = slot.ticket.request, len(slot.cached)
         tokens = request.tokens[begin : begin + self._programs.chunk]
         is_last = begin + len(tokens) == len(request.tokens)
@@ -196,17 +181,6 @@ class Scheduler:
         slot.cached += tokens
         if is_last:
             self._emit(slot, _emitted(jax.device_get(chosen), 0, request.top))
-
-    def _borrow(self, slot: Slot) -> None:
-        """Copy what another slot has of a prompt, where that is worth it."""
-        assert slot.ticket is not None
-        tokens, slot.reuses = slot.ticket.request.tokens, False
-        lender = max(self._slots, key=lambda other: kept_prefix(other, tokens))
-        kept = kept_prefix(lender, tokens)
-        if kept >= len(slot.cached) + _WORTH_KEEPING:
-            self._programs.copy(lender.index, slot.index)
-            slot.keep(kept)
-        self._count(cached_tokens=slot.ticket.cached_tokens)
 
     def _write(self, writing: list[Slot]) -> None:
         """Give every answer its next token."""
@@ -381,7 +355,6 @@ class Engine:
                 f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: together they may have "
                 f"{self.length} tokens, of ids from 0 to {self._vocab_size - 1}"
             )
-        bias_rows([request.sampling], self._vocab_size)  # whose ids are checked too
         ticket = Ticket(request, on_event, self._wake)
         with self._changed:
             if self._closing:

@@ -1,4 +1,4 @@
-"""The programs of the engine and what they hand on: a token for every slot, a chunk of one prompt, a slot's penalties.
+"""The programs of the engine and what they hand on: a token for every slot, a chunk of one prompt, a slot's counts.
 
 Shapes: S slots, C tokens of a chunk, V vocabulary, K alternatives, R rows.
 """
@@ -107,13 +107,11 @@ class SlotState:
         cache: keys and values, as the decoder makes it.
         prompt_counts_SV: how often each token is in the prompt of a request with penalties, int32.
         output_counts_SV: how often each was emitted, int32; meaningless for a request without penalties.
-        bias_SV: added to the logits, float32.
     """
 
     cache: Any
     prompt_counts_SV: Any
     output_counts_SV: Any
-    bias_SV: Any
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +154,6 @@ def decode_slots(
         positions_S + 1,
         prompt_counts_SV=state.prompt_counts_SV,
         output_counts_SV=state.output_counts_SV,
-        bias_SV=state.bias_SV,
     )
     writes_S = (positions_S != NOWHERE).astype(jnp.int32)
     counts_SV = state.output_counts_SV.at[jnp.arange(len(tokens_S)), chosen_S].add(writes_S)
@@ -211,7 +208,6 @@ def prefill_chunk(
             (begin + count)[None],
             prompt_counts_SV=one(state.prompt_counts_SV),
             output_counts_SV=one(state.output_counts_SV),
-            bias_SV=one(state.bias_SV),
         )
         return _described(last_1V, chosen_1, chunk.wants_top)
 
@@ -224,19 +220,13 @@ def prefill_chunk(
     return replace(state, cache=cache, output_counts_SV=counts_SV), chosen
 
 
-def set_penalties(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array, bias_V: jax.Array) -> SlotState:
-    """Begin the counts of a request with penalties, int32 [V] of its prompt, and set its biases, float32 [V]."""
+def begin_counts(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array) -> SlotState:
+    """Begin the counts of a request with penalties, int32 [V] of its prompt."""
     return replace(
         state,
         prompt_counts_SV=state.prompt_counts_SV.at[slot].set(prompt_counts_V),
         output_counts_SV=state.output_counts_SV.at[slot].set(0),
-        bias_SV=state.bias_SV.at[slot].set(bias_V),
     )
-
-
-def copy_slot(state: SlotState, source: jax.Array, target: jax.Array, *, layout: CacheLayout) -> SlotState:
-    """Copy the keys and values of one slot to another; both are indices, int32 []."""
-    return replace(state, cache=layout.put(state.cache, layout.take(state.cache, source), target))
 
 
 def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) -> Chosen:
@@ -290,12 +280,12 @@ class Programs:
         table = NamedSharding(
             sharded_model.mesh, _fitting(sharded_model.layout, (slots, self.vocab_size), "batch", None)
         )
-        self._placed = SlotState(self._layout.shardings, table, table, table)
+        self._placed = SlotState(self._layout.shardings, table, table)
 
         def begin() -> SlotState:
             counts = jnp.zeros((slots, self.vocab_size), jnp.int32)
             cache = decoder.init_cache(slots, length, dtype)
-            return SlotState(cache, counts, counts, counts.astype(jnp.float32))
+            return SlotState(cache, counts, counts)
 
         with sharded_model.context():
             try:
@@ -335,10 +325,8 @@ class Programs:
             prefills = {}
             for width in sorted(widths):
                 prefills[width] = compiled(read, fed, (_nothing_to_read(width),), (placed, replicated))
-            copy = compiled(functools.partial(copy_slot, layout=self._layout), one, (np.int32(0), np.int32(0)), placed)
-            none_V = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32)
-            penalties = compiled(set_penalties, one, (np.int32(0), *none_V), placed)
-        self._decode, self._copy, self._set_penalties = decode.result(), copy.result(), penalties.result()
+            counts = compiled(begin_counts, one, (np.int32(0), np.zeros(self.vocab_size, np.int32)), placed)
+        self._decode, self._begin_counts = decode.result(), counts.result()
         self._prefill = {width: program.result() for width, program in prefills.items()}
 
     def _nothing_to_decode(self) -> tuple[Any, ...]:
@@ -360,13 +348,9 @@ class Programs:
         self._state, chosen = self._prefill[width](self.params, self._state, padded)
         return chosen
 
-    def copy(self, source: int, target: int) -> None:
-        """Run `copy_slot`."""
-        self._state = self._copy(self._state, np.int32(source), np.int32(target))
-
-    def set_penalties(self, slot: int, prompt_counts_V: np.ndarray, bias_V: np.ndarray) -> None:
-        """Run `set_penalties`."""
-        self._state = self._set_penalties(self._state, np.int32(slot), prompt_counts_V, bias_V)
+    def begin_counts(self, slot: int, prompt_counts_V: np.ndarray) -> None:
+        """Run `begin_counts`."""
+        self._state = self._begin_counts(self._state, np.int32(slot), prompt_counts_V)
 
     def warm(self) -> None:
         """Run every program once, so that no request pays for what a first run sets up.
@@ -377,8 +361,7 @@ class Programs:
         self.decode(*given, wants_top=False)
         for width in self._prefill:
             jax.block_until_ready(self.prefill(_nothing_to_read(width)))
-        self.copy(0, 0)
-        self.set_penalties(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
+        self.begin_counts(0, np.zeros(self.vocab_size, np.int32))
 
 
 def _nothing_to_read(width: int) -> Chunk:

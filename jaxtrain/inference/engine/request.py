@@ -79,8 +79,7 @@ class Emitted:
 
     Attributes:
         token: its id.
-        log_probability: natural logarithm of its probability by the model alone, before temperature, penalties and
-            biases.
+        log_probability: natural logarithm of its probability by the model alone, before temperature and penalties.
         top: the likeliest tokens at its place, with their log-probabilities, as many as the request asked for.
     """
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -33,14 +32,11 @@ from jaxtrain.inference.server.bodies import (
     ChatBody,
     Choice,
     CompletionBody,
-    EmbeddingBody,
     Piece,
     PromptReader,
     RefusedError,
     chat_call,
     completion_call,
-    embedding_answer,
-    embedding_texts,
     read_body,
 )
 from jaxtrain.runtime.terminal import print_remark
@@ -72,31 +68,23 @@ class Service:
         name: of the model.
         created: when it was opened, seconds since 1970.
         reader: makes prompts.
-        engine: writes text; None: the model does not.
-        embed: ids of texts -> float32 [texts, D]; None: the model does not embed.
-        length: tokens of prompt and answer together, or of a text to embed.
+        engine: writes text.
+        length: tokens of prompt and answer together.
         most: answers that run and wait at a time.
         api_key: that clients must give; None: none.
         body_bytes: of one body, at most.
         body_seconds: from the first byte of a body to its last.
-        compiled: counts the programs that `embed` compiled after its start.
-        summary: what is served, in words.
-        close: ends the engine; what runs is finished first.
     """
 
     name: str
     created: int
     reader: PromptReader
-    engine: Engine | None
-    embed: Callable[[list[list[int]]], np.ndarray] | None
+    engine: Engine
     length: int
     most: int
     api_key: str | None = None
     body_bytes: int = 4 * 2**20
     body_seconds: float = CLIENT_SECONDS
-    compiled: Callable[[], int] = lambda: 0
-    summary: str = ""
-    close: Callable[[], None] = lambda: None
 
 
 def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
@@ -113,13 +101,10 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
         ("GET", "/health", endpoints.health),
         ("GET", "/metrics", endpoints.metrics),
         ("GET", "/v1/models", endpoints.models),
+        ("POST", "/v1/completions", endpoints.completions),
     ]
-    if service.engine is not None:
-        table.append(("POST", "/v1/completions", endpoints.completions))
-        if service.reader.chat is not None:
-            table.append(("POST", "/v1/chat/completions", endpoints.chat))
-    if service.embed is not None:
-        table.append(("POST", "/v1/embeddings", endpoints.embeddings))
+    if service.reader.chat is not None:
+        table.append(("POST", "/v1/chat/completions", endpoints.chat))
     routes = [Route(path, endpoints.guarded(handler, path, host), methods=[method]) for method, path, handler in table]
 
     def unknown(request: HttpRequest, error: Exception) -> Response:
@@ -217,26 +202,22 @@ class _Endpoints:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
 
     async def health(self, request: HttpRequest) -> Response:
-        engine = self._service.engine
-        if engine is not None and engine.error is not None:
-            raise RefusedError(503, engine.error, code="engine_stopped")
+        if self._service.engine.error is not None:
+            raise RefusedError(503, self._service.engine.error, code="engine_stopped")
         return _json({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
         """In the text format of Prometheus."""
         counts = {f'http_answers_total{{path="{path}",status="{status}"}}': count
                   for (path, status), count in sorted(self.answers.items())}  # fmt: skip
-        if self._service.engine is None:
-            counts["compiled_total"] = self._service.compiled()
-        else:
-            done = self._service.engine.counters()
-            counts |= {
-                "requests_total": done.requests,
-                "generated_tokens_total": done.generated_tokens,
-                "compiled_total": done.compiled,
-                "slots_in_use": done.slots_in_use,
-                "queued": done.queued,
-            }
+        done = self._service.engine.counters()
+        counts |= {
+            "requests_total": done.requests,
+            "generated_tokens_total": done.generated_tokens,
+            "compiled_total": done.compiled,
+            "slots_in_use": done.slots_in_use,
+            "queued": done.queued,
+        }
         text = "".join(f"jaxtrain_{name} {count}\n" for name, count in counts.items())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
@@ -248,7 +229,7 @@ class _Endpoints:
             "created": service.created,
             "owned_by": "jaxtrain",
             "max_model_len": service.length,
-            "chat": service.reader.chat is not None and service.engine is not None,
+            "chat": service.reader.chat is not None,
         }
         return _json({"object": "list", "data": [model]})
 
@@ -257,15 +238,6 @@ class _Endpoints:
 
     async def chat(self, request: HttpRequest) -> Response:
         return await self._write(request, ChatBody, chat_call)
-
-    async def embeddings(self, request: HttpRequest) -> Response:
-        service, embed = self._service, self._service.embed
-        assert embed is not None
-        body = await self._body(request, EmbeddingBody)
-        texts = await asyncio.to_thread(embedding_texts, body, service.reader, length=service.length)
-        vectors_ND = await while_there(request.receive, asyncio.to_thread(embed, texts))
-        form = body.encoding_format
-        return _json(await asyncio.to_thread(embedding_answer, vectors_ND, texts, form=form, model=service.name))
 
     async def _body(self, request: HttpRequest, kind: type[Any]) -> Any:
         raw = await self._raw_body(request)
@@ -297,7 +269,6 @@ class _Endpoints:
 
     async def _write(self, request: HttpRequest, kind: type[Any], read: Callable[..., Call]) -> Response:
         service = self._service
-        assert service.engine is not None
         body = await self._body(request, kind)
         # Encoding a long prompt takes a while, in which others are answered.
         call = await asyncio.to_thread(read, body, service.reader, length=service.length, most=service.most)

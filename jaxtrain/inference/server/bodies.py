@@ -1,6 +1,5 @@
 """Bodies: what a request may hold and what it asks of the engine; answers as OpenAI's clients read them."""
 
-import base64
 import datetime
 import math
 import secrets
@@ -9,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxtrain.data import Tokenizer
@@ -17,7 +15,7 @@ from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, Template, comp
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, Request
 from jaxtrain.inference.generate import TextStream
-from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, text_ends, tokens_around
+from jaxtrain.inference.prompts import NOTHING_SPECIAL, SpecialTokens, text_ends, tokens_before
 from jaxtrain.inference.sampling import Sampling
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "overloaded_error"}
@@ -82,15 +80,6 @@ class _Fields(BaseModel):
 
 _Prompts = Annotated[list[str | list[int]], BeforeValidator(_listed)]
 _Text = Annotated[str, Field(min_length=1)]
-# The names of a JSON object are texts.
-_Id = Annotated[int, Field(ge=0, strict=False)]
-
-
-class _Asking(_Fields):
-    """A body, which names the model."""
-
-    model: str
-    user: Any = None
 
 
 class _StreamOptions(_Fields):
@@ -104,9 +93,10 @@ class _Message(_Fields):
     name: str | None = None
 
 
-class _Writing(_Asking):
+class _Writing(_Fields):
     """What completions and chats have in common; the last rows change nothing here."""
 
+    model: str
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
@@ -114,13 +104,13 @@ class _Writing(_Asking):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[_Id, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     n: int = Field(1, ge=1, le=128)
     stop: Annotated[list[_Text], BeforeValidator(_listed)] = Field([], max_length=4)
     skip_special_tokens: bool = True
     seed: int | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
+    user: Any = None
     metadata: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
@@ -152,14 +142,7 @@ class ChatBody(_Writing):
     parallel_tool_calls: Any = None
 
 
-class EmbeddingBody(_Asking):
-    """Of /v1/embeddings."""
-
-    input: _Prompts = Field(max_length=2048)
-    encoding_format: Literal["float", "base64"] = "float"
-
-
-_Body = TypeVar("_Body", bound=_Asking)
+_Body = TypeVar("_Body", bound=_Writing)
 
 
 def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
@@ -234,17 +217,16 @@ class PromptReader:
         self.stop_tokens = frozenset(text_ends(tokenizer, special, chat))
         self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
         self._encoder = ChatEncoder(tokenizer)
-        self._begins, self._ends = tokens_around(tokenizer)
+        self._begins = tokens_before(tokenizer)
         self._template: tuple[datetime.date, Template] | None = None
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a text, which may spell special tokens, with or without what the tokenizer's file puts around."""
-        ids = next(iter(self._encoder.encode([text]))).ids.tolist()
-        return [*self._begins, *ids, *self._ends] if add_special_tokens else ids
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, which may spell special tokens; none is added."""
+        return next(iter(self._encoder.encode([text]))).ids.tolist()
 
     def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """A text that is to be continued: special tokens are added before it (None: if the model was trained so)."""
-        ids = self.encode(text, add_special_tokens=False)
+        ids = self.encode(text)
         adds = self.special.added if add_special_tokens is None else add_special_tokens
         added = [*self._begins] if adds else []
         if not added and not ids:
@@ -260,7 +242,7 @@ class PromptReader:
             self._template = (today, compile_template(self.chat, today=today))
         text = prompt_text(self._template[1], messages)
         # A template writes the special tokens itself.
-        return self.checked(self.encode(text, add_special_tokens=False), "messages")
+        return self.checked(self.encode(text), "messages")
 
     def checked(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
         """The ids of a field, at least one, all of which the model has; raises a RefusedError if not."""
@@ -300,23 +282,11 @@ def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -
     return _call(body, reader, [(prompt, new_tokens or length - len(prompt))], top, most)
 
 
-def embedding_texts(body: EmbeddingBody, reader: PromptReader, *, length: int) -> list[list[int]]:
-    """The ids of each text of a body of /v1/embeddings, special tokens included; none may be empty or too long."""
-    texts = [
-        reader.checked(reader.encode(one, add_special_tokens=True) if isinstance(one, str) else one, "input")
-        for one in body.input
-    ]
-    _check_length(texts, 0, length, "input")
-    return [list(ids) for ids in texts]
-
-
 def _check_length(prompts: Sequence[Sequence[int]], wanted: int, length: int, name: str) -> None:
     longest = max(map(len, prompts))
     if longest + wanted > length:
-        said = f"a text of {name} has {longest} tokens, and the model takes {length}; shorten it"
-        if wanted:
-            more = f"{wanted} or more are to be generated; this server's limit for both is {length} tokens"
-            said = f"a prompt has {longest} tokens, and {more}"
+        more = f"{wanted} or more are to be generated; this server's limit for both is {length} tokens"
+        said = f"a prompt has {longest} tokens, and {more}"
         raise RefusedError(400, said, param=name, code="context_length_exceeded")
 
 
@@ -338,7 +308,6 @@ def _call(
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
     )
     seed, special = secrets.randbits(32) if body.seed is None else body.seed, reader.special_tokens
     # A stop that spells a special token, which the text does not show, is met by the token itself.
@@ -501,18 +470,3 @@ def _chat_token(text: str, log_probability: float) -> dict[str, Any]:
     # The bytes of a part of a character are not known from its text.
     raw = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "bytes": raw, "logprob": log_probability}
-
-
-def embedding_answer(
-    vectors_ND: np.ndarray, texts: Sequence[Sequence[int]], *, form: str, model: str
-) -> dict[str, Any]:
-    """The object of an answer of /v1/embeddings; `form` is float or base64."""
-
-    def numbers(vector_D: np.ndarray) -> list[float] | str:
-        if form == "base64":
-            return base64.b64encode(vector_D.astype("<f4").tobytes()).decode()
-        return vector_D.tolist()
-
-    data = [{"object": "embedding", "index": at, "embedding": numbers(row_D)} for at, row_D in enumerate(vectors_ND)]
-    count = sum(map(len, texts))
-    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": count, "total_tokens": count}}

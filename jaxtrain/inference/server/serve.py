@@ -1,7 +1,4 @@
-"""From an opened model to a server that answers: its address, its programs, and the signals that end it.
-
-Shapes: B texts of a batch, L tokens, D model width.
-"""
+"""From an opened model to a server that answers: its address, its programs, and the signals that end it."""
 
 import asyncio
 import contextlib
@@ -11,26 +8,18 @@ import resource
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import uvicorn
-from jax.sharding import NamedSharding, PartitionSpec
 from starlette.applications import Starlette
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.engine import CompileCounter, Engine
-from jaxtrain.inference.prompts import Served
+from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.prompts import Served, decoder_of
 from jaxtrain.inference.server.app import CLIENT_SECONDS, Service
 from jaxtrain.inference.server.bodies import PromptReader
-from jaxtrain.parallel.division import batch_shards
 
 _KEY_VARIABLE = "JAXTRAIN_API_KEY"
 _BACKLOG = 2048
@@ -44,8 +33,6 @@ _LONGEST = 4096
 # A character of a prompt takes at most so many bytes of JSON, and a token is rarely longer than so many of them.
 _BYTES_PER_TOKEN = 64
 _LEAST_BODY = 2**20
-# The shortest length of texts to embed, and rows of a batch.
-_SHORTEST, _ROWS = 16, 8
 
 
 def read_api_key(file: str | None) -> str | None:
@@ -171,8 +158,7 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     Args:
         served: from `open_served`.
         slots: requests that run at a time.
-        length: tokens of prompt and answer together, or of a text to embed; None: all that the model takes, up to
-            4,096.
+        length: tokens of prompt and answer together; None: all that the model takes, up to 4,096.
         queue: requests that may wait while all slots are taken.
         api_key: that clients must give; None: none.
 
@@ -182,91 +168,18 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     model = served.sharded_model.model
     vocab_size = served.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
     reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size, special=served.special)
-    decoder = None if served.embeds else model.decoder
-    known = served.max_length if decoder is None else min(decoder.max_length, decoder.short_length or _LONGEST)
     if length is None:
-        length = min(_LONGEST, known or _LONGEST)
-    elif decoder is None:
-        length = min(length, known or length)
-    service = Service(
+        decoder = decoder_of(model, has_encoder=False)
+        length = min(_LONGEST, decoder.max_length, decoder.short_length or _LONGEST)
+    engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
+    engine.start()
+    return Service(
         served.name,
         served.created,
         reader,
-        engine=None,
-        embed=None,
+        engine,
         length=length,
         most=slots + queue,
         api_key=api_key,
         body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
-        summary=f"embeddings of texts of up to {length} tokens",
     )
-    if decoder is None:
-        embedder = Embedder(served, length=length)
-        embedder.start()
-        return replace(service, embed=embedder, compiled=lambda: embedder.compiled)
-    engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
-    engine.start()
-    summary = f"{slots} slots of {length} tokens, {queue} may wait"
-    return replace(service, engine=engine, summary=summary, close=engine.close)
-
-
-class Embedder:
-    """Gives one vector per text, by programs of few shapes that are compiled before the first request."""
-
-    def __init__(self, served: Served, *, length: int):
-        self._served, self._length = served, length
-        shards = batch_shards(served.sharded_model.mesh.shape)
-        self._rows = -(-_ROWS // shards) * shards
-        self._programs: dict[int, jax.stages.Compiled] = {}
-        self._lock = threading.Lock()
-        self._compiles = CompileCounter()
-
-    @property
-    def compiled(self) -> int:
-        """Programs that were compiled after the start."""
-        return self._compiles.count
-
-    def start(self) -> None:
-        """Compiles a program for each length that texts are filled up to, a power of two, and runs each once."""
-        model = self._served.sharded_model
-        replicated = NamedSharding(model.mesh, PartitionSpec())
-
-        def apply(params: Any, model_state: Any, tokens_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
-            with model.context():
-                inputs = {"tokens": tokens_BL, "segments": segments_BL}
-                outputs, _ = model.apply(params, model_state, inputs, key=None, train=False)
-            return outputs.astype(jnp.float32)
-
-        jitted, size = jax.jit(apply, out_shardings=replicated), _SHORTEST
-        while self._length not in self._programs:
-            size = min(size, self._length)
-            empty_BL = np.zeros((self._rows, size), np.int32)
-            lowered = jitted.lower(self._served.params, self._served.model_state, empty_BL, empty_BL)
-            self._programs[size] = lowered.compile()
-            self([[0] * size])
-            size *= 2
-        self._compiles.count = 0
-
-    def __call__(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """The vectors of texts, float32 [texts, D].
-
-        Args:
-            texts: ids with what stands around a text, at most `length` each, at least one.
-        """
-        found_ND: list[Any] = [None] * len(texts)
-        # Texts of similar lengths share a batch, whose rows are filled up to one length.
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        with self._lock, self._compiles.on_this_thread():  # one batch at a time on the devices
-            for start in range(0, len(order), self._rows):
-                chosen = order[start : start + self._rows]
-                longest = max(len(texts[index]) for index in chosen)
-                size = next(size for size in self._programs if size >= longest)
-                tokens_BL, segments_BL = (np.zeros((self._rows, size), np.int32) for _ in range(2))
-                for row, index in enumerate(chosen):
-                    tokens_BL[row, : len(texts[index])] = texts[index]
-                    segments_BL[row, : len(texts[index])] = 1
-                program, served = self._programs[size], self._served
-                vectors_BD = np.asarray(program(served.params, served.model_state, tokens_BL, segments_BL))
-                for row, index in enumerate(chosen):
-                    found_ND[index] = vectors_BD[row]
-        return np.stack(found_ND)

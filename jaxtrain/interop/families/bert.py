@@ -1,7 +1,7 @@
-"""BERT (and MiniLM, which has its architecture), RoBERTa and DistilBERT: encoders with heads. No jax here.
+"""BERT (and MiniLM, which has its architecture), RoBERTa, DistilBERT and ELECTRA: encoders with heads. No jax here.
 
 Sources: the config.json published with each model; Devlin et al. 2018 (arXiv 1810.04805), Liu et al. 2019 (arXiv
-1907.11692), Sanh et al. 2019 (arXiv 1910.01108).
+1907.11692), Sanh et al. 2019 (arXiv 1910.01108), Clark et al. 2020 (arXiv 2003.10555).
 """
 
 from collections.abc import Mapping
@@ -49,6 +49,8 @@ _MASKED = dict(
 )  # fmt: skip
 _BERT = _FIXED | _MASKED | dict(vocab_size=30522, max_sequence_length=512, token_types=2, norm_epsilon=1e-12)
 _ROBERTA = _BERT | dict(vocab_size=50265, position_offset=2, token_types=1, norm_epsilon=1e-5)
+_ELECTRA = _BERT | dict(head=dict(kind="token", num_labels=1, hidden="gelu_exact"))
+_DISCRIMINATOR = "ElectraForPreTraining"
 # The code that reads DistilBERT has the epsilon written into it; config.json does not say it.
 _DISTIL_FIXED = _FIXED | dict(norm_epsilon=1e-12)
 _SENTENCE = dict(head=dict(kind="embedding", pooling="mean", normalize=True))
@@ -64,14 +66,14 @@ _KINDS = {
 }
 
 
-def _keys(vocabulary: int) -> tuple[Key, ...]:
-    """The keys of BERT and RoBERTa."""
+def _keys(vocabulary: int, width: int = 768) -> tuple[Key, ...]:
+    """The keys of BERT, RoBERTa and ELECTRA."""
     return (
         mapped("vocab_size", "vocab_size", vocabulary),
-        mapped("hidden_size", "embed_dim", 768),
+        mapped("hidden_size", "embed_dim", width),
         mapped("num_hidden_layers", "num_layers", 12),
-        mapped("num_attention_heads", "num_heads", 12),
-        mapped("intermediate_size", "mlp_dim", 3072),
+        mapped("num_attention_heads", "num_heads", width // 64),
+        mapped("intermediate_size", "mlp_dim", 4 * width),
         mapped("hidden_act", "activation", "gelu", _ACTIVATIONS),
         mapped("hidden_dropout_prob", "dropout", 0.1),
         Key("type_vocab_size", 2, "token_types", allowed=(1, 2, 3, 4)),
@@ -84,10 +86,10 @@ def _keys(vocabulary: int) -> tuple[Key, ...]:
     )
 
 
-def _read_head(
+def read_head(
     file: Mapping[str, Any], prefix: str, *, masked: object, dropout: float, text: str = "tanh", pooled: Any = "tanh"
 ) -> dict[str, Any]:
-    """Our head; `masked`, `text` and `pooled` are the activations of the layer before the last of its three kinds."""
+    """Returns our head; `masked`, `text` and `pooled` are the activations of the layer before the last of its kinds."""
     found = read_architecture(file, *(prefix + suffix for suffix in reversed(_KINDS)))
     kind = _KINDS[found.removeprefix(prefix)]
     if kind == "masked_language_model":
@@ -99,8 +101,8 @@ def _read_head(
     return read_text_head(file, pooling="first", hidden=text, dropout=dropout)
 
 
-def _write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The keys that say which head a model has, and the dropout before it, where it differs from the others."""
+def write_head(model: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns the keys that say which head a model has, and the dropout before it, where it differs from the others."""
     kind = head_kind(model)
     written = "sequence" if kind == "regression" else kind
     # Another head reads back as this one, and is refused by its key.
@@ -120,36 +122,41 @@ def _label_dropout(file: Mapping[str, Any]) -> float:
 
 
 def _read_bert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(head=_read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(file)))
+    return dict(head=read_head(file, "Bert", masked=ours["activation"], dropout=_label_dropout(file)))
 
 
 def _read_roberta(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     # Positions are counted from the id of padding on, which has the row of its own id.
     offset = file["pad_token_id"] + 1
     # The head of the masked language model has its own activation, whatever hidden_act is.
-    head = _read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(file))
+    head = read_head(file, "Roberta", masked="gelu_exact", dropout=_label_dropout(file))
     return dict(position_offset=offset, max_sequence_length=file["max_position_embeddings"] - offset, head=head)
 
 
 def _read_distilbert(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     rate = file["seq_classif_dropout"]
-    head = _read_head(file, "DistilBert", masked=ours["activation"], text="relu", pooled=None, dropout=rate)
+    head = read_head(file, "DistilBert", masked=ours["activation"], text="relu", pooled=None, dropout=rate)
     return dict(token_types=0, head=head | (dict(dropout=file["dropout"]) if head["kind"] == "token" else {}))
 
 
 def _write_roberta(model: Mapping[str, Any]) -> dict[str, Any]:
     offset = int(model["position_offset"])
     positions = dict(max_position_embeddings=model["max_sequence_length"] + offset, pad_token_id=offset - 1)
-    return positions | _write_head(model, "Roberta")
+    return positions | write_head(model, "Roberta")
 
 
 def _write_distilbert(model: Mapping[str, Any]) -> dict[str, Any]:
     text = head_kind(model) in ("sequence", "regression")
-    return _write_head(model, "DistilBert") | (dict(seq_classif_dropout=model["head"]["dropout"]) if text else {})
+    return write_head(model, "DistilBert") | (dict(seq_classif_dropout=model["head"]["dropout"]) if text else {})
+
+
+def _table_width(model: Mapping[str, Any]) -> int:
+    """The width of the embeddings."""
+    return int(model["embedding_width"] or model["embed_dim"])
 
 
 def _embeddings(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    (D, V, P), T = dims(model, "DVP"), int(model["token_types"])
+    (V, P), D, T = dims(model, "VP"), _table_width(model), int(model["token_types"])
     return (
         Entry("embedding", "embeddings.word_embeddings.weight", copy(V, D)),
         Entry("positions", "embeddings.position_embeddings.weight", copy(P + int(model["position_offset"]), D)),
@@ -173,10 +180,10 @@ _DISTIL_BLOCK = {
 }  # fmt: skip
 
 
-def _square(model: Mapping[str, Any], path: str, name: str) -> list[Entry]:
-    """The rows of a square layer of the head."""
-    (D,) = dims(model, "D")
-    return biased(path, name, linear((D,), (D,)), (D,))
+def _square(model: Mapping[str, Any], path: str, name: str, outputs: int | None = None) -> list[Entry]:
+    """The rows of a layer of the head, which is square if `outputs` are not others."""
+    (D,), outputs = dims(model, "D"), outputs or int(model["embed_dim"])
+    return biased(path, name, linear((D,), (outputs,)), (outputs,))
 
 
 def _pooler(model: Mapping[str, Any]) -> list[Entry] | list[Skipped]:
@@ -188,18 +195,18 @@ def _pooler(model: Mapping[str, Any]) -> list[Entry] | list[Skipped]:
 
 def _masked_head(model: Mapping[str, Any], names: tuple[str, ...], repeated_bias: str | None = None) -> list[Row]:
     """The head of a masked language model: names of its square layer, norm, bias and output layer."""
-    D, V = dims(model, "DV")
+    (V,), width = dims(model, "V"), _table_width(model)
     dense, norm, bias, output = names
     return [
-        *_square(model, "head/dense", dense),
-        *normed("head/norm", norm, D),
+        *_square(model, "head/dense", dense, width),
+        *normed("head/norm", norm, width),
         Entry("head/bias", bias, copy(V)),
         *([Tied(repeated_bias, "head/bias", copy(V))] if repeated_bias else []),
-        output_row(model, output),
+        output_row({**model, "embed_dim": width}, output),
     ]
 
 
-def _labels(model: Mapping[str, Any], name: str) -> list[Entry]:
+def label_rows(model: Mapping[str, Any], name: str) -> list[Entry]:
     """The layer that classifies, where the head has one."""
     if head_kind(model) not in ("sequence", "token", "regression"):
         return []
@@ -214,7 +221,7 @@ def _bert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
     rows = [
         *prefixed(encoder, written="" if kind == "embedding" else "bert.", read=("bert.", "")),
         Skipped(r"cls\.seq_relationship\.(weight|bias)"),
-        *_labels(model, "classifier"),
+        *label_rows(model, "classifier"),
     ]
     if kind == "masked_language_model":
         head = "cls.predictions"
@@ -233,9 +240,9 @@ def _roberta_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         names = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder.weight")
         return (*rows, *_masked_head(model, names, "lm_head.decoder.bias"))
     if kind not in ("sequence", "regression"):
-        return (*rows, *_labels(model, "classifier"))
+        return (*rows, *label_rows(model, "classifier"))
     hidden = _square(model, "head/hidden", "classifier.dense") if model["head"]["hidden"] else ()
-    return (*rows, *hidden, *_labels(model, "classifier.out_proj"))
+    return (*rows, *hidden, *label_rows(model, "classifier.out_proj"))
 
 
 def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -248,7 +255,40 @@ def _distilbert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
         return (*rows, *_masked_head(model, names))
     text = kind in ("sequence", "regression") and model["head"]["hidden"]
     hidden = _square(model, "head/hidden", "pre_classifier") if text else ()
-    return (*rows, *hidden, *_labels(model, "classifier"))
+    return (*rows, *hidden, *label_rows(model, "classifier"))
+
+
+def _read_electra(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    width = file["embedding_size"]
+    if list(file["architectures"] or ()) == [_DISCRIMINATOR]:  # one number per token: whether it was replaced
+        head: dict[str, Any] = dict(kind="token", num_labels=1, hidden=ours["activation"])
+    else:  # whatever hidden_act is
+        rate = _label_dropout(file)
+        head = read_head(file, "Electra", masked="gelu_exact", text="gelu_exact", pooled=None, dropout=rate)
+    return dict(embedding_width=None if width == file["hidden_size"] else width, head=head)
+
+
+def _write_electra(model: Mapping[str, Any]) -> dict[str, Any]:
+    said = dict(embedding_size=_table_width(model)) | write_head(model, "Electra")
+    is_discriminator = head_kind(model) == "token" and model["head"]["hidden"]
+    return said | dict(architectures=[_DISCRIMINATOR]) if is_discriminator else said
+
+
+def _electra_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+    kind, D, E = head_kind(model), int(model["embed_dim"]), _table_width(model)
+    project = [] if D == E else biased("embedding_projection", "embeddings_project", linear((E,), (D,)), (D,))
+    blocks = in_layers(block_rows(model, _BLOCK, beside=True), "encoder.layer.{layer}.", model["num_layers"])
+    encoder = (*_embeddings(model), *project, *blocks)
+    rows = prefixed(encoder, written="" if kind == "embedding" else "electra.", read=("electra.", ""))
+    if kind == "masked_language_model":
+        head = "generator_predictions"
+        names = (f"{head}.dense", f"{head}.LayerNorm", "generator_lm_head.bias", "generator_lm_head.weight")
+        return (*rows, *_masked_head(model, names))
+    if not model["head"]["hidden"]:
+        return (*rows, *label_rows(model, "classifier"))
+    head = "discriminator_predictions" if kind == "token" else "classifier"
+    output = "dense_prediction" if kind == "token" else "out_proj"
+    return (*rows, *_square(model, "head/hidden", f"{head}.dense"), *label_rows(model, f"{head}.{output}"))
 
 
 BERT = Family(
@@ -258,7 +298,7 @@ BERT = Family(
     tensors=_bert_tensors,
     fixed=_FIXED,
     read=_read_bert,
-    write=lambda model: _write_head(model, "Bert"),
+    write=lambda model: write_head(model, "Bert"),
     sizes={
         "bert_base": size(_BERT, 12, 768, 12),
         "bert_base_cased": size(_BERT, 12, 768, 12, vocab_size=28996),
@@ -300,6 +340,28 @@ DISTILBERT = Family(
     write=_write_distilbert,
     sizes={
         "distilbert_base": size(_DISTIL_FIXED | _MASKED, 6, 768, 12, vocab_size=30522, max_sequence_length=512),
+    },
+)
+
+
+ELECTRA = Family(
+    name="electra",
+    architecture="ElectraModel",
+    keys=(
+        *_keys(30522, 256),
+        own("embedding_size", 128),
+        mapped("max_position_embeddings", "max_sequence_length", 512),
+        Key("tie_word_embeddings", True, "tie_embeddings", allowed=(True,)),
+        *ignored("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
+    ),
+    tensors=_electra_tensors,
+    fixed=_FIXED,
+    read=_read_electra,
+    write=_write_electra,
+    sizes={
+        "electra_small": size(_ELECTRA, 12, 256, 4, embedding_width=128),
+        "electra_base": size(_ELECTRA, 12, 768, 12),
+        "electra_large": size(_ELECTRA, 24, 1024, 16),
     },
 )
 

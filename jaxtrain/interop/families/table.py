@@ -21,6 +21,7 @@ from jaxtrain.interop.families import (
     gptj,
     granite,
     llama,
+    modernbert,
     olmo,
     opt,
     phi,
@@ -40,7 +41,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
         *(gemma.GEMMA2, gemma.GEMMA3, gemma.WITH_IMAGES, phi3.FAMILY, gpt2.FAMILY, gpt_neox.FAMILY),
-        *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, vit.FAMILY, resnet.FAMILY, t5.FAMILY, starcoder2.FAMILY),
+        *(bert.BERT, bert.ROBERTA, bert.DISTILBERT, bert.ELECTRA, vit.FAMILY, resnet.FAMILY, t5.FAMILY),
+        *(starcoder2.FAMILY, modernbert.FAMILY),
         *(phi.FAMILY, gptj.FAMILY, opt.FAMILY, falcon.FAMILY),
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),

@@ -24,15 +24,13 @@ Shapes: R rows (outputs), I inputs, B = ceil(I / 64) blocks of a row, N = ceil(R
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import prod
-from typing import Any
 
 import numpy as np
 
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError
 from jaxtrain.interop.formats.rows import Kind, Shape
 from jaxtrain.interop.formats.safetensors import DTYPES, FolderSource
 
@@ -46,10 +44,6 @@ LEVELS = (
 )  # fmt: skip
 """The 16 levels, as the paper's code publishes them."""
 SMALLEST = np.finfo(np.float32).smallest_normal
-# More blocks would overflow the exact sum of `mean_magnitude`, here and in its counterpart on devices.
-MOST_BLOCKS = 2**24 - 1
-# Weights quantized at once: bounds what a large tensor takes beside its result.
-_PIECE = 2**22
 
 
 @cache
@@ -108,72 +102,6 @@ def dynamic_bounds() -> np.ndarray:
 def _number(order: np.ndarray) -> np.ndarray:
     """The float32 of each place among all float32."""
     return np.where(order < 0, -order + 2**31, order).astype(np.uint32).view(np.float32)
-
-
-def check_inputs(num_inputs: int, *, what: str) -> None:
-    """Raises a ConfigError where a kernel (`what`) of an odd `num_inputs` cannot be stored in 4 bits."""
-    if num_inputs % 2:
-        raise ConfigError(
-            f"nf4 stores two weights per byte, and {what} has {num_inputs} inputs, an odd number; use int8, or a "
-            "model with an even width"
-        )
-
-
-def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes rows of weights [R, I], I even: packed codes, uint8 [R, I / 2], and magnitudes, float32 [R, B]."""
-    count, inputs = rows.shape
-    blocks = -(-inputs // BLOCK)
-    codes, absmax = np.empty((count, inputs // 2), np.uint8), np.empty((count, blocks), np.float32)
-    step = max(1, _PIECE // inputs)
-    for start in range(0, count, step):
-        part = np.zeros((len(rows[start : start + step]), blocks * BLOCK), np.float32)
-        part[:, :inputs] = rows[start : start + step]
-        part = part.reshape(-1, blocks, BLOCK)
-        largest = np.abs(part).max(-1)
-        absmax[start : start + step] = largest
-        # The product with the reciprocal, not the quotient: they differ in the last bit.
-        inverse = np.float32(1) / np.where(largest < SMALLEST, np.float32(1), largest)
-        part *= inverse[..., None]
-        found = np.zeros(part.shape, np.uint8)
-        for bound in level_bounds():
-            found += part > bound
-        found = found.reshape(len(part), -1)[:, :inputs]
-        codes[start : start + step] = found[:, ::2] << 4 | found[:, 1::2]
-    return codes, absmax
-
-
-def mean_magnitude(absmax: np.ndarray) -> np.float32:
-    """Returns the mean of magnitudes, computed exactly from their first 32 bits below the largest one.
-
-    The result does not depend on the order of the sum, so that every mesh of devices finds the same.
-    """
-    largest = absmax.max()
-    if not np.isfinite(largest) or largest < SMALLEST:
-        return np.float32(np.nan) if not np.isfinite(largest) else np.float32(0)
-    bits = absmax.reshape(-1).view(np.uint32)
-    exponent = bits >> 23
-    top = int(exponent.max())
-    # The leading 1 of a float32, and its 23 bits, moved to the place that they have below the largest.
-    mantissa = np.where(exponent > 0, (bits & 0x7FFFFF | 0x800000) << 8, 0).astype(np.uint64)
-    fixed = mantissa >> np.minimum(top - exponent, 63).astype(np.uint64)
-    mean = int(fixed.sum()) // fixed.size
-    return np.float32(np.ldexp(np.float32(np.uint32(mean)), top - 127 - 31))
-
-
-def quantize_magnitudes(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Double quantization of magnitudes, float32 [R, B]: codes, uint8 [R, B], nested ones, float32 [N], and offset."""
-    offset = mean_magnitude(absmax)
-    flat = (absmax - offset).reshape(-1)
-    count = -(-flat.size // NESTED_BLOCK)
-    part = np.zeros(count * NESTED_BLOCK, np.float32)
-    part[: flat.size] = flat
-    part = part.reshape(count, NESTED_BLOCK)
-    nested = np.abs(part).max(1)
-    inverse = np.float32(1) / np.where(nested < SMALLEST, np.float32(1), nested)
-    codes = np.searchsorted(dynamic_bounds(), part * inverse[:, None], side="right").astype(np.uint8)
-    # Of a block that has no spread the code does not matter; bitsandbytes writes 0.
-    codes[nested < SMALLEST] = 0
-    return codes.reshape(-1)[: flat.size].reshape(absmax.shape), nested, offset
 
 
 def dequantize_magnitudes(codes: np.ndarray, nested_absmax: np.ndarray, offset: float) -> np.ndarray:
@@ -285,71 +213,3 @@ def with_quantized(folder: FolderSource) -> FolderSource | QuantizedSource:
             )
         found[owner] = ((rows, inputs), dtype, None if offset is None else float(offset))
     return QuantizedSource(folder.folder, folder.config, folder.stored, found) if found else folder
-
-
-def pack_floats(weight: np.ndarray, *, double: bool) -> PackedTensor:
-    """Quantizes a weight [R, I], R * I even, as bitsandbytes does; its magnitudes too, if `double`.
-
-    Blocks run on from row to row where I does not divide by 64: codes and magnitudes are then of one long row.
-    """
-    rows = weight if weight.shape[1] % BLOCK == 0 else weight.reshape(1, -1)
-    codes, absmax = quantize_rows(rows)
-    if not double:
-        return PackedTensor(codes, absmax)
-    small, nested, offset = quantize_magnitudes(absmax)
-    return PackedTensor(codes, small, nested, float(offset))
-
-
-def packed_kinds(name: str, shape: Shape, *, double: bool) -> dict[str, Kind]:
-    """Returns name -> shape and dtype of what a weight [R, I] is stored as; its description may be shorter."""
-    byte, number = np.dtype(np.uint8), np.dtype(np.float32)
-    blocks = -(-prod(shape) // BLOCK)
-    kinds: dict[str, Kind] = {
-        name: ((prod(shape) // 2, 1), byte),
-        f"{name}.absmax": ((blocks,), byte if double else number),
-        f"{name}.quant_map": ((len(LEVELS),), number),
-    }
-    if double:
-        kinds[f"{name}.nested_absmax"] = ((-(-blocks // NESTED_BLOCK),), number)
-        kinds[f"{name}.nested_quant_map"] = ((256,), number)
-    # Above the length of any description: it holds two sizes and a float beside fixed words.
-    return {**kinds, state_name(name): ((256,), byte)}
-
-
-def state_name(name: str) -> str:
-    """Returns the name of the description of a quantized weight."""
-    return f"{name}{_STATE}nf4"
-
-
-def packed_parts(name: str, packed: PackedTensor, shape: Shape, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Returns name and array of the tensors that a weight [R, I] is stored as, in the order of `packed_kinds`.
-
-    `dtype` (float32, float16 or bfloat16) is what readers turn it into.
-    """
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": list(shape)}
-    yield name, packed.codes.reshape(-1, 1)
-    yield f"{name}.absmax", packed.absmax.reshape(-1)
-    yield f"{name}.quant_map", np.array(LEVELS, np.float32)
-    if packed.nested_absmax is not None and packed.offset is not None:
-        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(packed.offset)}
-        yield f"{name}.nested_absmax", packed.nested_absmax
-        yield f"{name}.nested_quant_map", dynamic_map()
-    yield state_name(name), np.frombuffer(json.dumps(state).encode(), np.uint8)
-
-
-def quantization_config(*, double: bool, dtype: str, skipped: Sequence[str] | None) -> dict[str, Any]:
-    """Returns what a config.json says of such tensors.
-
-    `dtype` is that of readers' products; `skipped` are names of the linear layers that are stored as floats, None those
-    that readers leave out unasked (the output layer).
-    """
-    return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": double,
-        "bnb_4bit_compute_dtype": dtype,
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": None if skipped is None else list(skipped),
-    }

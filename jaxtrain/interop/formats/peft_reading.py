@@ -280,8 +280,8 @@ def read_adapter_arrays(folder: AdapterFolder, rows: Sequence[Row]) -> AdapterAr
             own[0][position][..., : a.shape[-1]] = a
             # The kernels of one model share a scale: what another one has goes into B.
             own[1][position][: b.shape[0]] = b if same else b * np.float32(scales[module] / scale)
-    # A kernel that a module holds beside adapted ones is written as zeros, and has no adapter.
-    kept = {path: pair for path, pair in factors.items() if pair[0].any() or pair[1].any()}
+    # A kernel that a module holds beside adapted ones gets zeros in B, and has no adapter.
+    kept = {path: pair for path, pair in factors.items() if pair[1].any()}
     return AdapterArrays(rank, scale, kept or factors, whole)
 
 
@@ -292,7 +292,7 @@ def _factors(
     rank, _ = rank_and_scale(folder.config, module)
     made = [one for row, _ in parts if (one := factor_transforms(row, rank)) is not None]
     a, b = (_floats(folder, module + end, one) for end, one in ((_A, made[0].a), (_B, made[0].b)))
-    return _blocks([(one.a.read_all(a), one.b.read_all(b)) for one in made], folder.config.rank)
+    return [(one.a.read_all(a), one.b.read_all(b)) for one in made]
 
 
 def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarray:
@@ -303,20 +303,6 @@ def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarra
             f"floats {list(transform.theirs)}; the adapter belongs to another base"
         )
     return map_tensor(stored).astype(np.float32)
-
-
-def _blocks(pairs: list[tuple[np.ndarray, np.ndarray]], rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The factors of kernels that share a module; each of its own rank where they are blocks, as ours are written."""
-    count = len(pairs)
-    if count == 1 or pairs[0][0].shape[-1] != count * rank:
-        return pairs
-    found = []
-    for at, (a, b) in enumerate(pairs):
-        own = slice(at * rank, (at + 1) * rank)
-        if b[: own.start].any() or b[own.stop :].any():
-            return pairs
-        found.append((a[..., own], b[own]))
-    return found
 
 
 def _read_whole(folder: AdapterFolder, rows: Sequence[Row], used: set[str]) -> dict[str, np.ndarray]:

@@ -215,6 +215,7 @@ class Entry:
         stack: Sizes of the leading dimensions of ours: () | (layers,) | (layers, experts).
         state: The path is one of model_state (running statistics), not of params.
         first_layer: What {layer} is for the first of the stack.
+        first_names: Names of the tensor of the first of the stack, where it has others.
     """
 
     path: str
@@ -223,6 +224,7 @@ class Entry:
     stack: Shape = ()
     state: bool = False
     first_layer: int = 0
+    first_names: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -278,6 +280,8 @@ def names_of(row: Entry | Tied | Constant, position: Position = ()) -> tuple[str
     numbers = dict(zip(("layer", "expert"), position, strict=False))
     if position and isinstance(row, Entry):
         numbers["layer"] += row.first_layer
+        if row.first_names and not any(position):
+            return row.first_names
     return tuple(name.format(**numbers) for name in all_names(row))
 
 
@@ -387,6 +391,9 @@ def prefixed(rows: Iterable[Row], *, written: str, read: Sequence[str]) -> tuple
         if isinstance(row, Skipped):
             alternatives = "|".join(one.replace(".", r"\.") for one in prefixes)
             return replace(row, pattern=f"(?:{alternatives}){row.pattern}")
-        return replace(row, names=tuple(prefix + name for prefix in prefixes for name in all_names(row)))
+        names = tuple(prefix + name for prefix in prefixes for name in all_names(row))
+        if isinstance(row, Entry) and row.first_names:
+            row = replace(row, first_names=tuple(prefix + name for prefix in prefixes for name in row.first_names))
+        return replace(row, names=names)
 
     return tuple(named(row) for row in rows)

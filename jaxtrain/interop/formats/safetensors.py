@@ -97,39 +97,12 @@ def write_safetensors(file: Path, shapes: Mapping[str, Kind], tensors: Iterable[
 
     Args:
         file: The file to write.
-        shapes: Name -> shape and dtype, in the order of the file. Of vectors of bytes at its end this is the most that
-            they may hold.
-        tensors: Name and array, in any order; vectors that hold less come last, in the order of `shapes`.
+        shapes: Name -> shape and dtype, in the order of the file.
+        tensors: Name and array, in any order.
 
     Raises:
         CheckpointError: The file cannot be written.
     """
-    # Shorter vectors make no number of the header longer: its place is kept free until all is known.
-    reserved, starts = _header(shapes)
-    written: dict[str, Kind] = {}
-    less = 0
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("wb") as stream:
-            for name, array in tensors:
-                shape, dtype = shapes[name]
-                stream.seek(8 + len(reserved) + starts[name] - less)
-                stream.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
-                less += prod(shape) - array.size
-                written[name] = (array.shape, dtype)
-            assert written.keys() == shapes.keys(), file
-            header = _header({name: written[name] for name in shapes})[0].ljust(len(reserved))
-            stream.seek(0)
-            stream.write(len(header).to_bytes(8, "little") + header)
-        partial.replace(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be written ({error.strerror or error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _header(shapes: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
-    """The header, and where each tensor begins behind it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, at = {}, 0
     for name, (shape, dtype) in shapes.items():
@@ -138,7 +111,22 @@ def _header(shapes: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     # Other readers map the file and want the tensors at multiples of 8.
-    return text + b" " * (-len(text) % 8), starts
+    text += b" " * (-len(text) % 8)
+    written = set()
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for name, array in tensors:
+                stream.seek(8 + len(text) + starts[name])
+                stream.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
+                written.add(name)
+            assert written == shapes.keys(), file
+        partial.replace(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 # Two columns on a desktop, one on a phone, in the reader's light or dark colours.
-STYLE = """
+_STYLE = """
 :root {
   color-scheme: light dark;
   --page: #ffffff; --panel: #f5f6f8; --ink: #1d2430; --soft: #5b6472; --line: #d9dde3;
@@ -48,8 +48,6 @@ pre {
   white-space: pre-wrap; overflow-wrap: anywhere; font: .88rem/1.5 ui-monospace, Menlo, Consolas, monospace;
 }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1.2rem; }
-.groups { columns: 2 26rem; column-gap: 1.2rem; }
-.groups div { break-inside: avoid; padding-bottom: 1.2rem; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-weight: 600; margin-bottom: .2rem; }
 svg { display: block; width: 100%; height: auto; }
@@ -57,13 +55,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--line); }
 th { width: 50%; font-weight: 400; color: var(--soft); overflow-wrap: anywhere; }
 td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-section > table th { width: 11rem; }
-@media (max-width: 30rem) { section > table th { width: 35%; } }
-"""
-
-# What only the report of runs has; the plan's page uses the style above.
-REPORT_STYLE = """
-.facts th { width: 50%; } section > .facts th, details > .facts th { width: 11rem; }
+section > .facts th, details > .facts th { width: 11rem; }
 @media (max-width: 30rem) { section > .facts th, details > .facts th { width: 38%; } }
 .cards { grid-template-columns: repeat(auto-fill, minmax(8.4rem, 1fr)); }
 .soft { color: var(--soft); fill: var(--soft); } p { margin: .3rem 0 .7rem; max-width: 62rem; }
@@ -104,7 +96,7 @@ def page(title: str, sections: Iterable[str]) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{text(title)} - jaxtrain</title>\n<style>{STYLE}{REPORT_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{text(title)} - jaxtrain</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(section for section in sections if section)
         + "\n</main>\n</body>\n</html>\n"
     )

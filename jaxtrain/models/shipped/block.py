@@ -109,6 +109,7 @@ class Context:
         segments_BL: numbers of packed documents; None: one document per row.
         local: bool [], whether this is a local layer; None: all layers are alike.
         rotated: bool [], whether this layer has rotary positions; None: all layers are alike.
+        first: bool [], whether the norm of attention's input is that of the embeddings here; None: of no layer.
         bias_HW: added to the scores, of each distance.
         cache: of earlier positions, to which the new ones are added; None: the tokens are whole texts.
     """
@@ -117,6 +118,7 @@ class Context:
     segments_BL: jax.Array | None = None
     local: jax.Array | None = None
     rotated: jax.Array | None = None
+    first: jax.Array | None = None
     bias_HW: jax.Array | None = None
     cache: LayerCache | None = None
 
@@ -174,10 +176,10 @@ def relative_bias(table: nnx.Param | None, config: TransformerConfig, reach: int
         return constrain(bias_HW, "activation_heads", None)
 
 
-def block_norm(config: TransformerConfig) -> Norm:
-    """A norm of the residual stream."""
+def block_norm(config: TransformerConfig, width: int | None = None) -> Norm:
+    """A norm of the residual stream, or of the embeddings of another width."""
     bias, epsilon = config.norms_have_biases, config.norm_epsilon
-    return Norm(config.embed_dim, kind=config.norm, bias=bias, epsilon=epsilon, offset=config.norm_offset)
+    return Norm(width or config.embed_dim, kind=config.norm, bias=bias, epsilon=epsilon, offset=config.norm_offset)
 
 
 def _inner_norm(config: TransformerConfig, name: str) -> Norm | None:
@@ -408,7 +410,10 @@ class Block(nnx.Module):
     def attend(self, x_BLD: jax.Array, context: Context, key: jax.Array | None) -> tuple[jax.Array, LayerCache | None]:
         """Add the output of attention to the residual stream."""
         with jax.named_scope("attention"):
-            y_BLD, cache = self.attention(self._input(x_BLD, self.attention_norm), context)
+            inner_BLD = self._input(x_BLD, self.attention_norm)
+            if context.first is not None:
+                x_BLD = constrain(jnp.where(context.first, inner_BLD, x_BLD), *RESIDUAL)
+            y_BLD, cache = self.attention(inner_BLD, context)
             x_BLD = self._added(x_BLD, y_BLD, key, self.attention_norm, self.attention_output_norm)
         return x_BLD, cache
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.model import HeadConfig
+from jaxtrain.config.model import HeadConfig, TransformerConfig
 from jaxtrain.layout.sharding import constrain, row_numbers
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm
-from jaxtrain.models.shipped.shapes import head_shapes, size_of
+from jaxtrain.models.shipped.shapes import head_norm_name, head_shapes, size_of
 
 
 @jax.tree_util.register_dataclass
@@ -76,38 +76,50 @@ def _dropout(x: jax.Array, rate: float, seed_B2: jax.Array | None) -> jax.Array:
     return jnp.where(jax.vmap(keep)(seed_B2), x / (1 - rate), jnp.zeros((), x.dtype))
 
 
+def _layer(config: TransformerConfig, name: str, num_labels: int | None, rngs: nnx.Rngs) -> Linear | None:
+    """A linear layer of the head, where it has one of this name."""
+    shape, head = head_shapes(config, num_labels).get(name), config.head
+    if shape is None or head is None:
+        return None
+    bias = bool(head.bias) if name == "output" else head.bias is True
+    init = normal(INIT_STDDEV)
+    return Linear(shape.inputs, shape.outputs, bias=bias, initializer=init, rngs=rngs, low_precision=False)
+
+
+def _norm(config: TransformerConfig) -> Norm | None:
+    """The norm of the head, where it has one."""
+    if config.head is None or head_norm_name(config) is None:
+        return None
+    return Norm(config.output_width, kind=config.norm, bias=config.head.bias is True, epsilon=config.norm_epsilon)
+
+
 class MaskedLanguageModelHead(nnx.Module):
     """A square layer, an activation and a norm before the output layer over the vocabulary, which gets a bias."""
 
-    def __init__(self, head: HeadConfig, width: int, vocab_size: int, *, norm: str, epsilon: float, rngs: nnx.Rngs):
-        shape, init = head_shapes(head, width, None)["dense"], normal(INIT_STDDEV)
-        self.dense = Linear(
-            shape.inputs, shape.outputs, bias=head.bias, initializer=init, rngs=rngs, low_precision=False
-        )
-        self.norm = Norm(width, kind=norm, bias=head.bias, epsilon=epsilon)
-        self.bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if head.bias else None
+    def __init__(self, config: TransformerConfig, vocab_size: int, rngs: nnx.Rngs):
+        head = config.head
+        assert head is not None
         assert head.hidden is not None
+        self.dense = _layer(config, "dense", None, rngs)
+        self.norm = _norm(config)
+        self.bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if head.bias else None
         self.activation = ACTIVATIONS[head.hidden]
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Compute what the output layer takes: [B, L, D]."""
+        assert self.dense is not None
+        assert self.norm is not None
         return self.norm(self.activation(self.dense(x_BLD)))
 
 
 class PooledHead(nnx.Module):
     """Labels or numbers per text or per token, or an embedding of the text."""
 
-    def __init__(self, head: HeadConfig, width: int, num_labels: int | None, rngs: nnx.Rngs):
-        shapes, init = head_shapes(head, width, num_labels), normal(INIT_STDDEV)
-
-        def layer(name: str) -> Linear | None:
-            if name not in shapes:
-                return None
-            shape = shapes[name]
-            return Linear(shape.inputs, shape.outputs, bias=head.bias, initializer=init, rngs=rngs, low_precision=False)
-
-        self.hidden, self.output = layer("hidden"), layer("output")
-        self.head = head
+    def __init__(self, config: TransformerConfig, num_labels: int | None, rngs: nnx.Rngs):
+        assert config.head is not None
+        self.hidden, self.output = (_layer(config, name, num_labels, rngs) for name in ("hidden", "output"))
+        self.hidden_norm = _norm(config)
+        self.head = config.head
 
     def __call__(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array:
         """From the residual stream after the last norm [B, C], of a token head [B, L, C], of an embedding [B, D]."""
@@ -115,6 +127,7 @@ class PooledHead(nnx.Module):
         if self.hidden is not None:
             assert self.head.hidden is not None
             y = ACTIVATIONS[self.head.hidden](self.hidden(y))
+            y = y if self.hidden_norm is None else self.hidden_norm(y)
         y = _dropout(y, self.head.dropout, needs.seed_B2)
         if self.output is not None:
             y = self.output(y)

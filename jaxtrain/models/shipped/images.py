@@ -190,7 +190,7 @@ class ViT(nnx.Module):
         self.positions = nnx.Param(init(rngs.params(), (blocks.max_sequence_length, width), jnp.float32))
         self.blocks = make_stack(lambda rngs: Block(blocks, rngs), config.num_layers, rngs)
         self.output_norm = block_norm(blocks)
-        self.head = PooledHead(config.head, width, num_classes, rngs)
+        self.head = PooledHead(blocks, num_classes, rngs)
         self.config = config
 
     def embed(self, images_BHWC: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -12,7 +12,6 @@ from typing import Any
 from jaxtrain.config.model import (
     GATED,
     EncoderDecoderConfig,
-    HeadConfig,
     LatentConfig,
     MLPConfig,
     ModelConfig,
@@ -179,14 +178,32 @@ def router_shape(config: TransformerConfig) -> LinearShape:
     return LinearShape((config.embed_dim,), (config.experts.num_experts,), ("embed", None))
 
 
-def head_shapes(head: HeadConfig, width: int, num_labels: int | None) -> dict[str, LinearShape]:
-    """The linear layers of a head, by name."""
-    square = LinearShape((width,), (width,), ("embed", None))
-    if head.kind == "masked_language_model":
-        return {"dense": square}
-    hidden = {} if head.hidden is None else {"hidden": square}
-    output = {} if num_labels is None else {"output": LinearShape((width,), (num_labels,), ("embed", None))}
-    return hidden | output
+def embedding_projection_shape(config: TransformerConfig) -> LinearShape | None:
+    """The layer that maps embeddings to the residual stream, where they have another width."""
+    if config.table_width == config.embed_dim:
+        return None
+    return LinearShape((config.table_width,), (config.embed_dim,), (None, "embed"))
+
+
+def head_shapes(config: TransformerConfig, num_labels: int | None) -> dict[str, LinearShape]:
+    """The linear layers of a model's head, by name."""
+    assert config.head is not None
+
+    def layer(outputs: int) -> LinearShape:
+        return LinearShape((config.embed_dim,), (outputs,), ("embed", None))
+
+    if config.head.kind == "masked_language_model":
+        return {"dense": layer(config.output_width)}
+    hidden = {} if config.head.hidden is None else {"hidden": layer(config.embed_dim)}
+    return hidden if num_labels is None else hidden | {"output": layer(num_labels)}
+
+
+def head_norm_name(config: TransformerConfig) -> str | None:
+    """The norm of a model's head, if it has one."""
+    assert config.head is not None
+    if config.head.kind == "masked_language_model":
+        return "norm"
+    return "hidden_norm" if config.head.hidden_norm else None
 
 
 def patch_shape(config: ViTConfig, channels: int) -> LinearShape:
@@ -280,10 +297,10 @@ def _linear(path: str, one: LinearShape, *, bias: bool = True, layers: int | Non
     return rows
 
 
-def _norm(path: str, config: TransformerConfig, *, layers: int | None = None) -> Rows:
-    """Scale and bias of a norm of the residual stream."""
-    names = ("bias", "scale") if config.norms_have_biases else ("scale",)
-    row = ((config.embed_dim,), ("embed",)) if layers is None else ((layers, config.embed_dim), ("layers", "embed"))
+def _norm(path: str, config: TransformerConfig, *, layers: int | None = None, width: int | None = None) -> Rows:
+    """Scale and bias of a norm of the residual stream, or of another width."""
+    names, width = ("bias", "scale") if config.norms_have_biases else ("scale",), width or config.embed_dim
+    row = ((width,), ("embed",)) if layers is None else ((layers, width), ("layers", "embed"))
     return {f"{path}/{name}": row for name in names}
 
 
@@ -318,43 +335,44 @@ def _stack(config: TransformerConfig) -> Rows:
 
 
 def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | None) -> Rows:
-    width = config.embed_dim
+    width, projection = config.table_width, embedding_projection_shape(config)
     rows: Rows = {"embedding": ((vocab_size, width), ("vocab", "embed"))}
     if config.position == "learned":
         rows["positions"] = ((config.max_sequence_length + config.position_offset, width), (None, "embed"))
     if config.token_types:
         rows["token_types"] = ((config.token_types, width), (None, "embed"))
-    if config.embedding_norm:
-        rows |= _norm("embedding_norm", config)
+    if config.embedding_norm is True:
+        rows |= _norm("embedding_norm", config, width=width)
+    rows |= {} if projection is None else _linear("embedding_projection", projection)
     rows |= _stack(config)
     for path, (shape, names) in _stack(config.leading).items() if config.leading is not None else ():
         if path.startswith("blocks/"):
             assert names is not None
             rows[path.replace("blocks", "leading", 1)] = (shape, ("leading_layers", *names[1:]))
     if config.has_output_layer and not config.tie_embeddings:
-        rows["output"] = ((width, vocab_size), ("embed", "vocab"))
+        rows["output"] = ((config.output_width, vocab_size), ("embed", "vocab"))
     if config.has_output_layer and config.output_bias:
         rows["output_bias"] = ((vocab_size,), ("vocab",))
     if config.head is not None:
         labels = (config.head.num_labels or num_outputs) if config.head.has_labels else None
-        rows |= head_rows(config.head, width, norm=config.norm, vocab_size=vocab_size, num_labels=labels)
+        rows |= head_rows(config, vocab_size=vocab_size, num_labels=labels)
     return rows
 
 
-def head_rows(head: HeadConfig, width: int, *, norm: str, vocab_size: int | None, num_labels: int | None) -> Rows:
-    """The parameters of a head."""
-    rows: Rows = {}
-    for name, one in head_shapes(head, width, num_labels).items():
-        rows |= _linear(f"head/{name}", one, bias=head.bias)
-        if head.bias and name != "output":
-            rows[f"head/{name}/bias"] = ((width,), ("embed",))
-    if head.kind == "masked_language_model":
-        assert vocab_size is not None
-        rows["head/norm/scale"] = ((width,), ("embed",))
-        if head.bias:
-            rows["head/bias"] = ((vocab_size,), ("vocab",))
-            if norm == "layernorm":
-                rows["head/norm/bias"] = ((width,), ("embed",))
+def head_rows(config: TransformerConfig, *, vocab_size: int, num_labels: int | None) -> Rows:
+    """The parameters of a model's head."""
+    head, norm, wide, rows = config.head, head_norm_name(config), ((config.output_width,), ("embed",)), Rows()
+    assert head is not None
+    for name, one in head_shapes(config, num_labels).items():
+        rows |= _linear(f"head/{name}", one, bias=head.bias is True or (name == "output" and bool(head.bias)))
+        if head.bias is True and name != "output":
+            rows[f"head/{name}/bias"] = wide
+    if norm is not None:
+        rows[f"head/{norm}/scale"] = wide
+        if head.bias is True and config.norm == "layernorm":
+            rows[f"head/{norm}/bias"] = wide
+    if head.kind == "masked_language_model" and head.bias:
+        rows["head/bias"] = ((vocab_size,), ("vocab",))
     return rows
 
 
@@ -365,8 +383,7 @@ def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> R
     if config.pooling == "first":
         rows["class_token"] = ((width,), ("embed",))
     rows["positions"] = ((blocks.max_sequence_length, width), (None, "embed"))
-    head = head_rows(config.head, width, norm="layernorm", vocab_size=None, num_labels=num_classes)
-    return rows | _stack(blocks) | head
+    return rows | _stack(blocks) | head_rows(blocks, vocab_size=1, num_labels=num_classes)
 
 
 def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Rows:
@@ -471,10 +488,12 @@ def structure_of(
     match config:
         case TransformerConfig():
             length, ids = input_shape[0], vocab_size if config.has_output_layer else None
-            head = () if config.head is None else _head_layers(config.head, config.embed_dim, num_outputs, length)
-            head += () if ids is None else (_vocabulary_layer(config, ids, length),)
+            head = () if config.head is None else _head_layers(config, num_outputs, length)
+            head += () if ids is None else (_vocabulary_layer(config, config.output_width, ids, length),)
+            first, path = embedding_projection_shape(config), "embedding_projection/kernel"
+            entry = () if first is None else (OuterLayer(path, config.table_width, config.embed_dim, length),)
             leading = () if config.leading is None else (Stack("leading", config.leading, length),)
-            return Structure((*leading, Stack("blocks", config, length)), (), head, ids)
+            return Structure((*leading, Stack("blocks", config, length)), entry, head, ids)
         case EncoderDecoderConfig():
             assert vocab_size is not None
             length = input_shape[0]
@@ -483,26 +502,33 @@ def structure_of(
                 Stack("encoder/blocks", config.encoder_stack, length),
                 Stack("decoder/blocks", config.decoder_stack, written, length),
             )
-            return Structure(stacks, (), (_vocabulary_layer(config, vocab_size, written),), vocab_size)
+            head = (_vocabulary_layer(config, config.embed_dim, vocab_size, written),)
+            return Structure(stacks, (), head, vocab_size)
         case ViTConfig():
             image_size, channels = image_sizes(config, input_shape)
             width, tokens = config.embed_dim, config.num_tokens(image_size)
             inputs, patches = config.patch_size**2 * channels, tokens - (config.pooling == "first")
             entry = (OuterLayer("patches/kernel", inputs, width, patches),)
-            head = _head_layers(config.head, width, config.num_classes or num_outputs, tokens)
-            return Structure((Stack("blocks", config.blocks(image_size), tokens),), entry, head, None)
+            blocks = config.blocks(image_size)
+            head = _head_layers(blocks, config.num_classes or num_outputs, tokens)
+            return Structure((Stack("blocks", blocks, tokens),), entry, head, None)
         case _:
             return None
 
 
-def _vocabulary_layer(config: TransformerConfig | EncoderDecoderConfig, vocab_size: int, positions: int) -> OuterLayer:
+def _vocabulary_layer(
+    config: TransformerConfig | EncoderDecoderConfig, width: int, vocab_size: int, positions: int
+) -> OuterLayer:
     """The layer whose outputs are logits of the vocabulary."""
     path = "embedding" if config.tie_embeddings else "output"
-    return OuterLayer(path, config.embed_dim, vocab_size, positions)
+    return OuterLayer(path, width, vocab_size, positions)
 
 
-def _head_layers(head: HeadConfig, width: int, num_outputs: int | None, length: int) -> tuple[OuterLayer, ...]:
+def _head_layers(config: TransformerConfig, num_outputs: int | None, length: int) -> tuple[OuterLayer, ...]:
     """The linear layers of a head after the blocks."""
-    labels = (head.num_labels or num_outputs) if head.has_labels else None
-    layers, positions = head_shapes(head, width, labels), 1 if head.is_pooled else length
+    head = config.head
+    assert head is not None
+    layers = head_shapes(config, (head.num_labels or num_outputs) if head.has_labels else None)
+    positions = 1 if head.is_pooled else length
+    width = config.embed_dim
     return tuple(OuterLayer(f"head/{name}/kernel", width, one.outputs[0], positions) for name, one in layers.items())

@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import dropout
+from jaxtrain.models.layers import Linear, dropout
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.block import (
     RESIDUAL,
@@ -39,14 +39,14 @@ from jaxtrain.models.shipped.heads import (
     num_labels,
 )
 from jaxtrain.models.shipped.moe import Routing
-from jaxtrain.models.shipped.shapes import model_tensors, size_of
+from jaxtrain.models.shipped.shapes import embedding_projection_shape, model_tensors, size_of
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.remat.policy import Remat
 
 # Tokens of a prompt that are read at a time: the scores of a chunk are in memory, not those of the prompt.
 PREFILL_CHUNK = 512
-# `local` and `rotated` of the context of a layer, or of all layers.
+# `local`, `rotated` and `first` of the context of a layer, or of all layers.
 _LayerKind = dict[str, Any]
 
 
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
     """Embedding, stacked blocks, norm, and output layer or another head."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, labels: int | None, rngs: nnx.Rngs):
-        width = config.embed_dim
+        width = config.table_width
 
         def table(*shape: int) -> nnx.Param:
             return nnx.Param(normal(INIT_STDDEV)(rngs.params(), shape, jnp.float32))
@@ -82,13 +82,14 @@ class Transformer(nnx.Module):
         self.positions = table(num_positions, width) if config.position == "learned" else None
         self.token_types = table(config.token_types, width) if config.token_types else None
         self.relative_positions = relative_table(config, rngs)
-        self.embedding_norm = block_norm(config) if config.embedding_norm else None
+        self.embedding_norm = block_norm(config, width) if config.embedding_norm is True else None
+        self.embedding_projection = _projection(config, rngs)
         self.leading = None if config.leading is None else _leading(config, config.leading, rngs)
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
         self.output_norm = None if config.block == "post" else block_norm(config)
         own_output = config.has_output_layer and not config.tie_embeddings
-        self.output = table(width, vocab_size) if own_output else None
+        self.output = table(config.output_width, vocab_size) if own_output else None
         biased = config.has_output_layer and config.output_bias
         self.output_bias = nnx.Param(jnp.zeros((vocab_size,), jnp.float32)) if biased else None
         self.head = _head(config, vocab_size, labels, rngs)
@@ -110,6 +111,8 @@ class Transformer(nnx.Module):
             if self.embedding_norm is not None:
                 x_BLD = self.embedding_norm(x_BLD)
             x_BLD = dropout(x_BLD, config.dropout, key)
+            if self.embedding_projection is not None:
+                x_BLD = self.embedding_projection(x_BLD)
             return constrain(x_BLD, *RESIDUAL)
 
     def outputs(self, x_BLD: jax.Array, needs: HeadInputs) -> jax.Array | DeferredLogits:
@@ -186,17 +189,25 @@ class Transformer(nnx.Module):
         return jax.lax.fori_loop(0, chunks, advance, (empty_BV, cache))
 
 
+def _projection(config: TransformerConfig, rngs: nnx.Rngs) -> Linear | None:
+    """The layer after the embeddings, where they have a width of their own."""
+    shape, init = embedding_projection_shape(config), normal(INIT_STDDEV)
+    if shape is None:
+        return None
+    return Linear(shape.inputs, shape.outputs, bias=True, initializer=init, rngs=rngs, low_precision=False)
+
+
 def _head(
     config: TransformerConfig, vocab_size: int, labels: int | None, rngs: nnx.Rngs
 ) -> MaskedLanguageModelHead | PooledHead | None:
     """The head of the model; None for the output layer alone."""
-    head, width = config.head, config.embed_dim
-    if head is None or head.kind == "language_model":
-        return None
-    if head.kind == "masked_language_model":
-        norm, epsilon = config.norm, config.norm_epsilon
-        return MaskedLanguageModelHead(head, width, vocab_size, norm=norm, epsilon=epsilon, rngs=rngs)
-    return PooledHead(head, width, labels, rngs)
+    match config.head_kind:
+        case "language_model":
+            return None
+        case "masked_language_model":
+            return MaskedLanguageModelHead(config, vocab_size, rngs)
+        case _:
+            return PooledHead(config, labels, rngs)
 
 
 def _leading(config: TransformerConfig, leading: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
@@ -205,12 +216,14 @@ def _leading(config: TransformerConfig, leading: TransformerConfig, rngs: nnx.Rn
 
 
 def _layer_kinds(config: TransformerConfig) -> _LayerKind | None:
-    """Which layers are local ones, and which have rotary positions, bool [num_layers]; None: all are alike."""
+    """Which layers are local, have rotary positions, and norm the embeddings, bool [num_layers]; None: all alike."""
     kinds: _LayerKind = {}
     if config.local_layers is not None:
         kinds["local"] = np.array([window is not None for window in config.windows])
     if config.rope_layers is not None:
         kinds["rotated"] = np.resize(np.array(config.rope_layers, bool), config.num_layers)
+    if config.embedding_norm == "first_layer":
+        kinds["first"] = np.arange(config.num_layers) == 0
     return kinds or None
 
 

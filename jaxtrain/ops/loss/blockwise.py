@@ -54,9 +54,6 @@ class BlockedLoss:
         softcap: logits become softcap * tanh(logits / softcap); None: as they are.
         vocabulary_axes: mesh axes that V is sharded over, to sum over.
         token_axes: those that N is sharded over.
-        sums_each_block: whether the kernel's gradient is summed over `token_axes` block by block, so that a block is
-            sent while the next is computed; else at once, which a compiler can turn into a sum of which each device
-            keeps a part.
     """
 
     by: Logits
@@ -66,7 +63,6 @@ class BlockedLoss:
     softcap: float | None = None
     vocabulary_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
-    sums_each_block: bool = False
 
     @property
     def vocabulary_dim(self) -> int:
@@ -130,12 +126,6 @@ def gradients_by_vocabulary(
     size, ids = form.size, _own_ids(kernel, form)
     dim = form.vocabulary_dim
 
-    def sum_kernel(d_kernel: Array) -> Array:
-        # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and the full output layer would
-        # become an array of float32: 1.5 GiB more for Llama 8B on 8 H100.
-        summed_in = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
-        return _sum(d_kernel.astype(summed_in), form.token_axes).astype(kernel.dtype)
-
     def step(carry: tuple[Array, OutputLayer], number: Array) -> tuple[tuple[Array, OutputLayer], None]:
         d_h_ND, (mixed, d_bias) = carry
         start, fresh_C = _block(number, size, ids.size)
@@ -147,8 +137,6 @@ def gradients_by_vocabulary(
             d_logits_NC = jnp.where(fresh_C, d_logits_NC, 0.0)
         d_h, d_block = _pull(h_ND, block, d_logits_NC.astype(h_ND.dtype), form)
         d_block = d_block.astype(kernel.dtype)
-        if form.sums_each_block:
-            d_block = sum_kernel(d_block)
         if fresh_C is not None:
             d_block = jnp.where(fresh_C[:, None] if form.tied else fresh_C, d_block, block)
         mixed = jax.lax.dynamic_update_slice_in_dim(mixed, d_block, start, dim)
@@ -163,7 +151,12 @@ def gradients_by_vocabulary(
     d_h_ND = _sum(d_h_ND.astype(h_ND.dtype), form.vocabulary_axes)
     if bias is not None and d_bias is not None:
         d_bias = _sum(d_bias, form.token_axes).astype(bias.dtype)
-    return d_h_ND, OutputLayer(d_kernel if form.sums_each_block else sum_kernel(d_kernel), d_bias)
+    # fp16 could overflow in the sum. bf16 cannot, is summed so by the compiler too, and the full output layer would
+    # become an array of float32: 1.5 GiB more for Llama 8B on 8 H100. After the loop, where compilers turn the sum into
+    # one of which each device keeps a part, and leave out that of a frozen kernel.
+    summed_in = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
+    d_kernel = _sum(d_kernel.astype(summed_in), form.token_axes).astype(kernel.dtype)
+    return d_h_ND, OutputLayer(d_kernel, d_bias)
 
 
 def by_tokens(
@@ -326,14 +319,6 @@ def _weighted(form: BlockedLoss, normalizer: Normalizer, losses_N: Array, weight
 # --- On global arrays. ---
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Trains:
-    """Whether the gradient of the output layer's kernel is asked for; a static part of what a backward pass needs."""
-
-    kernel: bool
-
-
 @dataclass(frozen=True)
 class _OnMesh:
     """The loss, and the layout of the code that is being traced where that is sharded."""
@@ -395,7 +380,7 @@ def blockwise_sums(
     """
     where = _on_mesh(form)
     call = jax.custom_vjp(partial(_sums, where))
-    call.defvjp(partial(_sums_and_saved, where), partial(_gradients, where), symbolic_zeros=True)
+    call.defvjp(partial(_sums_and_saved, where), partial(_gradients, where))
     with jax.named_scope("cross_entropy"):
         return call(hidden_BLD, output, targets_BL, weights_BL)
 
@@ -404,7 +389,7 @@ def blockwise_losses(hidden_BLD: Array, output: OutputLayer, targets_BL: Array, 
     """Compute the loss of each token, float32 [B, L], as `blockwise_sums` without z-loss, always by vocabulary."""
     where = _on_mesh(form)
     call = jax.custom_vjp(partial(_losses, where))
-    call.defvjp(partial(_losses_and_saved, where), partial(_loss_gradients, where), symbolic_zeros=True)
+    call.defvjp(partial(_losses_and_saved, where), partial(_loss_gradients, where))
     with jax.named_scope("cross_entropy"):
         return call(hidden_BLD, output, targets_BL)
 
@@ -415,14 +400,7 @@ def _on_mesh(form: BlockedLoss) -> _OnMesh:
     if layout is None or not is_sharded(layout):
         return _OnMesh(form)
     token_axes = mesh_axes(layout, "batch") + mesh_axes(layout, "sequence")
-    # Whether a device keeps a part only of the kernel's gradient, summed over devices with other tokens.
-    kept_by = {*mesh_axes(layout, "embed"), *(axis for axis in layout.state_axes if layout.degree(axis) > 1)}
-    form = replace(
-        form,
-        vocabulary_axes=mesh_axes(layout, "activation_vocab"),
-        token_axes=token_axes,
-        sums_each_block=bool(token_axes) and not kept_by & set(token_axes),
-    )
+    form = replace(form, vocabulary_axes=mesh_axes(layout, "activation_vocab"), token_axes=token_axes)
     return _OnMesh(form, layout)
 
 
@@ -434,24 +412,22 @@ def _sums(where: _OnMesh, *arguments: Any) -> _Sums:
     return total, nats, z
 
 
-def _sums_and_saved(where: _OnMesh, *given: Any) -> tuple[_Sums, tuple[Any, ...]]:
+def _sums_and_saved(where: _OnMesh, *arguments: Any) -> tuple[_Sums, tuple[Any, ...]]:
     """The sums, and by tokens both gradients, or by vocabulary the arguments and the normalizer."""
-    arguments, trains = _opened(given)
     if where.form.by == "tokens":
         total, nats, z, *gradients = where.run(_local_sums_and_gradients, "hott", "sssho", *arguments)
         return (total, nats, z), tuple(gradients)
     total, nats, z, *normalizer = where.run(_local_sums, "hott", "ssstt", *arguments)
-    return (total, nats, z), (trains, *arguments, *normalizer)
+    return (total, nats, z), (*arguments, *normalizer)
 
 
 def _gradients(where: _OnMesh, saved: tuple[Any, ...], cotangents: _Sums) -> tuple[Array, OutputLayer, None, None]:
-    push = _array(cotangents[0])  # the other sums are for reports: nothing is differentiated through them
+    push = cotangents[0]  # the other sums are for reports: nothing is differentiated through them
     if where.form.by == "tokens":
         dtype = saved[0].dtype
         d_hidden, d_output = jax.tree.map(lambda x: (x.astype(jnp.float32) * push).astype(dtype), saved)
         return d_hidden, d_output, None, None
-    trains, *arguments = saved
-    d_hidden, d_output = _for_gradients(where, trains).run(_local_gradients, "hotttts", "ho", *arguments, push)
+    d_hidden, d_output = where.run(_local_gradients, "hotttts", "ho", *saved, push)
     return d_hidden, d_output, None, None
 
 
@@ -459,33 +435,12 @@ def _losses(where: _OnMesh, *arguments: Any) -> Array:
     return where.run(_local_losses, "hot", "ttt", *arguments)[0]
 
 
-def _losses_and_saved(where: _OnMesh, *given: Any) -> tuple[Array, tuple[Any, ...]]:
+def _losses_and_saved(where: _OnMesh, *arguments: Any) -> tuple[Array, tuple[Any, ...]]:
     """The losses, and the arguments with the normalizer."""
-    arguments, trains = _opened(given)
     losses_BL, *normalizer = where.run(_local_losses, "hot", "ttt", *arguments)
-    return losses_BL, (trains, *arguments, *normalizer)
+    return losses_BL, (*arguments, *normalizer)
 
 
 def _loss_gradients(where: _OnMesh, saved: tuple[Any, ...], push_BL: Array) -> tuple[Array, OutputLayer, None]:
-    trains, *arguments = saved
-    where = _for_gradients(where, trains)
-    d_hidden, d_output = where.run(_local_loss_gradients, "hotttt", "ho", *arguments, _array(push_BL))
+    d_hidden, d_output = where.run(_local_loss_gradients, "hotttt", "ho", *saved, push_BL)
     return d_hidden, d_output, None
-
-
-def _opened(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], _Trains]:
-    """The arguments that jax hands over with whether each is differentiated, and what of it matters here."""
-    return jax.tree.map(lambda leaf: leaf.value, given), _Trains(given[1].kernel.perturbed)
-
-
-def _for_gradients(where: _OnMesh, trains: _Trains) -> _OnMesh:
-    """How gradients are computed: that of a frozen kernel is summed outside the loop, where compilers leave it out."""
-    return replace(where, form=replace(where.form, sums_each_block=where.form.sums_each_block and trains.kernel))
-
-
-def _array(cotangent: Any) -> Array:
-    """A gradient that jax may hand over as the shape of zeros."""
-    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return cotangent
-    shape, dtype = (getattr(cotangent, name) for name in ("shape", "dtype"))
-    return jnp.zeros(shape, dtype)

@@ -16,8 +16,6 @@ from jax import Array
 from jaxtrain.config.schema import Logits
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
-from jaxtrain.layout.rules import num_pieces
-from jaxtrain.layout.scatter import Factors, SumOfUse, find_sum, sum_and_scatter, use_and_add
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.ops.attention.reference import capped
 from jaxtrain.ops.elementwise import aligned
@@ -63,7 +61,7 @@ class DeferredLogits:
 
     def logits(self) -> Array:
         """Compute them: [B, L, V] in the compute dtype, sharded over `activation_vocab`."""
-        product = output_product(self.hidden, self.kernel, self.bias, tied=self.tied)
+        product = linear(self.hidden, self.kernel.T if self.tied else self.kernel, self.bias)
         logits = constrain(product, "batch", "sequence", "activation_vocab")
         return logits if self.softcap is None else capped(logits.astype(jnp.float32), self.softcap).astype(logits.dtype)
 
@@ -266,49 +264,3 @@ def _block_size(logits: DeferredLogits) -> int:
     wanted = max(1, _BLOCK_BYTES // (4 * batch * logits.vocabulary))
     sizes = [size for size in range(1, length + 1) if length % size == 0 and size % shards == 0]
     return max((size for size in sizes if size <= wanted), default=min(sizes, default=length))
-
-
-def output_product(hidden_BLD: Array, kernel: Array, bias_V: Array | None, *, tied: bool) -> Array:
-    """Compute the logits [B, L, V] of an output layer.
-
-    Where the step sums gradients over microbatches under ZeRO, that of the kernel, which is as large as the embedding,
-    is made for some ids of the vocabulary at a time, summed over `data` (ZeRO-2) and added to its sum.
-    """
-
-    def product(arguments: Any) -> Array:
-        hidden_BLD, kernel, bias_V = arguments
-        return linear(hidden_BLD, kernel.T if tied else kernel, bias_V)
-
-    found = find_sum(kernel)
-    if found is None or found.dim not in (None, 1 if tied else 0):
-        return product((hidden_BLD, kernel, bias_V))
-
-    def pull(arguments: Any, d_logits_BLV: Array, total: Array, factors: Factors) -> tuple[Any, Array]:
-        hidden_BLD, kernel, bias_V = arguments
-        _, rest = jax.vjp(lambda hidden, bias: product((hidden, kernel, bias)), hidden_BLD, bias_V)
-        d_hidden_BLD, d_bias_V = rest(d_logits_BLV)
-        h_ND, d_logits_NV = (x.reshape(-1, x.shape[-1]) for x in (hidden_BLD, d_logits_BLV))
-        total = _add_product(h_ND, d_logits_NV, total, factors, found, tied=tied)
-        # The sum first, or a compiler may keep the gradient of the logits through the backward pass of all layers.
-        d_hidden_BLD, total = jax.lax.optimization_barrier((d_hidden_BLD, total))
-        return (d_hidden_BLD, None, d_bias_V), total
-
-    return use_and_add(found, product, pull, (hidden_BLD, kernel, bias_V))
-
-
-def _add_product(
-    h_ND: Array, d_logits_NV: Array, total: Array, factors: Factors, found: SumOfUse, *, tied: bool
-) -> Array:
-    """Add the gradient of the kernel to its sum, in the dtype of the sum, one block of ids at a time."""
-    vocabulary, dim = d_logits_NV.shape[1], 0 if tied else 1
-    size = vocabulary // num_pieces(vocabulary * h_ND.shape[1], vocabulary)
-
-    def add(total: Array, start: Array) -> tuple[Array, None]:
-        d_logits_NC = jax.lax.dynamic_slice_in_dim(d_logits_NV, start, size, axis=1)
-        factored = (d_logits_NC, h_ND) if tied else (h_ND, d_logits_NC)
-        block = jax.lax.dot_general(*factored, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
-        part = sum_and_scatter(block, total.dtype, found.dim) * factors[0] * factors[1]
-        before = jax.lax.dynamic_slice_in_dim(total, start, size, axis=dim)
-        return jax.lax.dynamic_update_slice_in_dim(total, before + part, start, axis=dim), None
-
-    return jax.lax.scan(add, total, jnp.arange(vocabulary // size) * size)[0]
