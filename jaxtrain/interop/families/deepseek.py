@@ -35,6 +35,10 @@ _DEFAULTS = dict(
 _MSCALES = ("mscale", "mscale_all_dim")
 
 
+def _scale(factor: float, mscale: float, width: int) -> float:
+    return (1 + 0.1 * math.log(factor) * mscale) ** 2 / math.sqrt(width)
+
+
 def _read_rope(file: Values, width: int) -> dict[str, Any]:
     """Returns the rotary keys; Yarn's `mscale_all_dim` is in the scores, and divides the factor of cos and sin."""
     groups = {name: file[name] or {} for name in ("rope_scaling", "rope_parameters")}
@@ -43,9 +47,10 @@ def _read_rope(file: Values, width: int) -> dict[str, Any]:
         return read_rope(file)
     plain = {name: {k: v for k, v in group.items() if k not in _MSCALES} for name, group in groups.items()}
     found, (ours, scores) = read_rope({**file, **plain}), (said.get(name) for name in _MSCALES)
-    per_unit, scaling = 0.1 * math.log(found["rope_scaling"]["factor"]), found["rope_scaling"]
+    scaling = found["rope_scaling"]
+    per_unit = 0.1 * math.log(scaling["factor"])
     if scores:
-        found["attention_scale"] = (1 + per_unit * scores) ** 2 / math.sqrt(width)
+        found["attention_scale"] = _scale(scaling["factor"], scores, width)
     if ours and scores and scaling["attention_factor"] is None:
         scaling["attention_factor"] = (1 + per_unit * ours) / (1 + per_unit * scores)
     return found
@@ -66,7 +71,7 @@ def _write_rope(model: Values) -> dict[str, Any]:
     return written
 
 
-def _read(ours: Values, file: Values, *, experts: Values, rule: Values) -> dict[str, Any]:
+def _read(ours: Values, file: Values, *, experts: Values, rule: dict[str, Any]) -> dict[str, Any]:
     latent, rest = ({to: file[name] for name, to in names.items()} for names in (_LATENT, experts))
     shared = int(file["n_shared_experts"] or 0) * int(file["moe_intermediate_size"])
     rope = _read_rope(file, latent["nope_dim"] + latent["rope_dim"])
@@ -74,7 +79,7 @@ def _read(ours: Values, file: Values, *, experts: Values, rule: Values) -> dict[
     return dict(latent=latent, experts=rest | rule | dict(shared_dim=shared or None), num_layers=layers) | rope
 
 
-def _write(model: Values, *, experts: Values, rule: Values) -> dict[str, Any]:
+def _write(model: Values, *, experts: Values, rule: dict[str, Any]) -> dict[str, Any]:
     latent, own_experts = model["latent"], model["experts"]
     if latent is None or own_experts is None:
         return {}
@@ -123,7 +128,7 @@ def _tensors(model: Values) -> tuple[Row, ...]:
     return (*rows, *ends(model), Skipped(rf"model\.layers\.{first + count}\..+"))
 
 
-def _keys(defaults: Values, **ours: Any) -> tuple[Key, ...]:
+def _keys(defaults: dict[str, Any], **ours: Any) -> tuple[Key, ...]:
     """Returns the keys of a family whose own keys have these defaults; `ours` are defaults by our names."""
     return (
         *(key for key in decoder_keys(ours, mlp="moe_intermediate_size") if key.to != "head_dim"),
@@ -151,10 +156,6 @@ _V2 = dict(normalize_weights=False)
 _V2_SAID = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
 
 
-def _scale(mscale: float) -> float:
-    return (1 + 0.1 * math.log(40.0) * mscale) ** 2 / math.sqrt(192)
-
-
 V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -169,8 +170,8 @@ V3 = Family(
     read=partial(_read, experts=_V3_EXPERTS, rule=_V3),
     write=partial(_write, experts=_V3_EXPERTS, rule=_V3_SAID),
     sizes={
-        "deepseek_v3": size(_LONG, 58, 7168, 128, vocab_size=129280, attention_scale=_scale(1.0), mlp_dim=2048,
-                            latent=_MLA | dict(query_rank=1536), experts=_256),
+        "deepseek_v3": size(_LONG, 58, 7168, 128, vocab_size=129280, mlp_dim=2048, experts=_256,
+                            latent=_MLA | dict(query_rank=1536), attention_scale=_scale(40.0, 1.0, 192)),
         "moonlight_16b_a3b": size(_MOONLIGHT, 26, 2048, 16, **_SMALL, experts=_64 | _V3 | dict(
             dense_dim=11264, normalize_weights=True, weights_scale=2.446)),
     },
@@ -191,7 +192,7 @@ V2 = Family(
     read=partial(_read, experts=_EXPERTS, rule=_V2),
     write=partial(_write, experts=_EXPERTS, rule=_V2_SAID),
     sizes={
-        "deepseek_v2_lite": size(_LONG, 26, 2048, 16, vocab_size=102400, attention_scale=_scale(0.707), **_SMALL,
-                                 experts=_64 | _V2 | dict(dense_dim=10944)),
+        "deepseek_v2_lite": size(_LONG, 26, 2048, 16, **_SMALL, experts=_64 | _V2 | dict(dense_dim=10944),
+                                 vocab_size=102400, attention_scale=_scale(40.0, 0.707, 192)),
     },
 )  # fmt: skip
