@@ -182,7 +182,7 @@ class ExpertsConfig(Group):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What the router makes of its logits: a probability among all experts, or each one's sigmoid (DeepSeek V3)."""
     score_bias: bool = False
-    """Add a bias per expert to the scores by which experts are chosen, which training keeps as it is (DeepSeek V3)."""
+    """Add a bias per expert to the scores by which experts are chosen, which no gradient moves (DeepSeek V3)."""
     normalize_weights: bool | None = None
     """Let the weights of a token's experts sum to 1; null: with several experts per token."""
     weights_scale: Positive = 1.0
@@ -454,6 +454,9 @@ class TransformerConfig(_Blocks):
             and self.activation not in ("gelu", "swiglu", "clamped_swiglu"),
             "experts add losses per token, which this head does not support; set head: null": moe
             and not self.has_output_layer,
+            "output_bias is of an output layer, and this head has a bias of its own, head.bias; leave it out": (
+                self.output_bias and self.head_kind == "masked_language_model"
+            ),
             "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
             "experts.dense_layers go with neither local_layers, rope_layers nor embedding_norm: first_layer": patterned
             and self.leading is not None,

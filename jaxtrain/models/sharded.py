@@ -27,7 +27,7 @@ from jaxtrain.layout.sharding import (
 from jaxtrain.models.model import Apply, ComputesLogits, Model, ModelState, Params, PartsApply, drawn_shapes, key_for
 from jaxtrain.ops.linear import use_linear_format
 from jaxtrain.precision.kernels import is_quantized
-from jaxtrain.precision.policy import Policy, cast_floats, check_sums
+from jaxtrain.precision.policy import Policy, cast_at, cast_floats, check_sums
 
 
 @contextlib.contextmanager
@@ -166,8 +166,8 @@ def stored_params(model: Model, params: Params, policy: Policy, trainable: Calla
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         if trainable is None or trainable(path_name(path)):
-            return cast_floats(leaf, policy.param_dtype)
-        return leaf if frozen_in is None else cast_floats(leaf, frozen_in)
+            return cast_at(path, leaf, policy.param_dtype)
+        return leaf if frozen_in is None else cast_at(path, leaf, frozen_in)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
 

@@ -12,7 +12,7 @@ import pytest
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.bert import read_sentence_head
 from jaxtrain.interop.families.table import read_settings
-from jaxtrain.run.open_run import open_served
+from jaxtrain.run.open_run import open_model
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "bert_base"
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
@@ -35,17 +35,17 @@ def head_of(folder):
     return read_sentence_head(folder, read_settings(json.loads((folder / "config.json").read_text())))
 
 
-def test_served_embeddings_are_those_of_the_folder(tmp_path):
+def test_embeddings_are_those_of_the_folder(tmp_path):
     folder, wanted = folder_of(tmp_path / "model"), dict(np.load(PUBLISHED / "expected.npz"))
     mask_BL1 = wanted["attention_mask"][..., None]
     mean_BD = (wanted["last_hidden_state"] * mask_BL1).sum(1) / mask_BL1.sum(1)
     mean_BD /= np.linalg.norm(mean_BD, axis=-1, keepdims=True)
     inputs = {"tokens": wanted["tokens"], "segments": wanted["attention_mask"], "token_types": wanted["token_type_ids"]}
     inputs = {name: jnp.asarray(array, jnp.int32) for name, array in inputs.items()}
-    served = open_served(folder)
-    model = served.sharded_model
+    opened = open_model(folder)
+    model = opened.sharded_model
     apply = jax.jit(lambda params, state: model.apply(params, state, inputs, key=None, train=False)[0])
-    found = apply(served.params, served.model_state)
+    found = apply(opened.params, opened.model_state)
     np.testing.assert_allclose(found, mean_BD, atol=1e-5)  # float32
 
 

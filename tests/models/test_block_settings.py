@@ -4,10 +4,13 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtrain.config.model import LatentConfig, TransformerConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.layers import scaled
 from jaxtrain.models.shipped.transformer import transformer
 
 LENGTH, VOCABULARY = 12, 20
@@ -315,3 +318,15 @@ def test_follows_the_formula(row: str) -> None:
     wanted = np.stack([logits_of(exact, config, tokens_L) for tokens_L in TOKENS])
     # float32 against float64: 3 layers of sums over at most 12 numbers.
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.ptp(wanted))
+
+
+def test_factors_are_not_rounded_to_the_dtype_of_what_they_multiply() -> None:
+    """In bf16 0.22 would be 0.2197, of every layer."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=2**14), jnp.bfloat16)
+    x32, found = x.astype(jnp.float32), scaled(x, 0.22).astype(jnp.float32)
+    np.testing.assert_allclose(found @ x32 / (x32 @ x32), 0.22, rtol=3e-4)
+
+
+def test_a_masked_head_has_no_second_bias() -> None:
+    with pytest.raises(ConfigError, match=r"output_bias .* head\.bias"):
+        TransformerConfig(output_bias=True, head={"kind": "masked_language_model"})

@@ -58,6 +58,7 @@ def test_casts_touch_floats_only():
         "k": jax.random.key(0),
         "n": np.ones(2, np.float32),
         "q": QuantizedKernel(jnp.ones((2, 2), jnp.int8), jnp.ones(2, jnp.float32)),
+        "score_bias": jnp.ones(2, jnp.float32),
         "none": None,
     }
     cast = cast_floats(tree, jnp.bfloat16)
@@ -70,6 +71,7 @@ def test_casts_touch_floats_only():
         "b": jnp.bool_,
         "k": tree["k"].dtype,
         "n": jnp.bfloat16,
+        "score_bias": jnp.float32,  # rounded, it would choose other experts
     }
     assert cast["none"] is None
 

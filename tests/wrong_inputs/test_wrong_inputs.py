@@ -56,7 +56,7 @@ ROWS = {
         "'qeury'",
         "there are query",
     ),
-    "ArrayRows: lengths": (lambda: jt.ArrayRows({"inputs": X, "targets": Y[:3]}), "targets has 3", "one length"),
+    "ArrayRows: lengths": (lambda: jt.ArrayRows({"inputs": X, "targets": Y[:3]}), "targets has 3", "equal length"),
     "ArrayRows: text": (lambda: jt.ArrayRows({"inputs": ["a", "b"]}), "inputs holds", "numbers"),
     "build_model: an unknown kind": (lambda: built({"kind": "mpl"}), "'mpl'", "did you mean 'mlp'"),
     "build_model: an unknown key": (lambda: built({**MLP, "width": 3}), "unknown key 'model.width'", "model."),
@@ -66,7 +66,7 @@ ROWS = {
     "dpo: a beta of 0": (lambda: jt.dpo(0.0), "Loss: beta is 0.0", "greater than 0"),
     "fit: a rate as optimizer": (lambda: fit(1e-3), "0.001", "optax.adamw(1e-3)"),
     "fit: no length": (lambda: fit(steps=None), "steps= or epochs=", "give one of them"),
-    "fit: lengths that differ": (lambda: fit(data=(X, Y[:3])), "3", "one length"),
+    "fit: lengths that differ": (lambda: fit(data=(X, Y[:3])), "3", "equal length"),
     "fit: an unknown key": (lambda: fit(evaluation={"evry": 1}), "evaluation.evry", "evaluation.every"),
     "fit: a quantized base without adapters": (
         lambda: fit(finetune={"base": "int8"}),
@@ -76,7 +76,7 @@ ROWS = {
     "load_adapter: a published folder": (
         lambda: jt.load_adapter(LLAMA, base=LLAMA),
         "has no adapter_config.json",
-        "the folder of an adapter",
+        "an adapter folder",
     ),
     "load_config: no such config": (lambda: jt.load_config("quikstart"), "'quikstart'", "did you mean 'quickstart'"),
     "load_pretrained: no folder": (lambda: jt.load_pretrained("none"), "no folder none", "config.json"),

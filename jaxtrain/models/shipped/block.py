@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, rotate
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, rotate, scaled
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
@@ -262,7 +262,7 @@ class Attention(nnx.Module):
         scale = 1.0 if config.attention_scale is None else config.attention_scale * math.sqrt(config.head_width)
         if math.isclose(scale, 1.0):
             return q_BLHK
-        return (q_BLHK.astype(jnp.float32) * scale).astype(q_BLHK.dtype)
+        return scaled(q_BLHK, scale)
 
     def _attend_to_cache(self, q_BLHK: jax.Array, cache: LayerCache, context: Context) -> jax.Array:
         """Attend to the positions of a cache, at or before each query's own."""
@@ -449,6 +449,6 @@ class Block(nnx.Module):
         if output_norm is not None:
             y_BLD = output_norm(y_BLD)
         if self.residual_scale is not None:
-            y_BLD = y_BLD * jnp.asarray(self.residual_scale, y_BLD.dtype)
+            y_BLD = scaled(y_BLD, self.residual_scale)
         x_BLD = constrain(x_BLD + dropout(y_BLD, self.dropout, key), *RESIDUAL)
         return x_BLD if norm is None or self.form != "post" else constrain(norm(x_BLD), *RESIDUAL)

@@ -17,7 +17,7 @@ from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_nnx, make_stack, scan_stack
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import dropout
+from jaxtrain.models.layers import dropout, scaled
 from jaxtrain.models.model import Decoder, DefersLogits, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.block import (
     RESIDUAL,
@@ -149,7 +149,7 @@ class EncoderDecoder(nnx.Module):
         with jax.named_scope("output"):
             x_BTD = self.decoder.output_norm(x_BTD)
             if self.config.logits_scale is not None:
-                x_BTD = x_BTD * jnp.asarray(self.config.logits_scale, x_BTD.dtype)
+                x_BTD = scaled(x_BTD, self.config.logits_scale)
             if self.output is None:
                 return DeferredLogits(x_BTD, self.embedding[...], tied=True)
             return DeferredLogits(x_BTD, self.output[...])

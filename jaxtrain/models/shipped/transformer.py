@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import Linear, dropout
+from jaxtrain.models.layers import Linear, dropout, scaled
 from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.block import (
     RESIDUAL,
@@ -127,7 +127,7 @@ class Transformer(nnx.Module):
             x_BLD = self.head(x_BLD)
             bias = None if self.head.bias is None else self.head.bias[...]
         if self.config.logits_scale is not None:
-            x_BLD = x_BLD * jnp.asarray(self.config.logits_scale, x_BLD.dtype)
+            x_BLD = scaled(x_BLD, self.config.logits_scale)
         tied = self.output is None
         kernel = self.embedding[...] if self.output is None else self.output[...]
         return DeferredLogits(x_BLD, kernel, tied=tied, bias=bias, softcap=self.config.logits_softcap)
