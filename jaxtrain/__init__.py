@@ -55,6 +55,7 @@ _HOMES = {
     "build_model": "jaxtrain.models.shipped.build",
     "build_step": "jaxtrain.train.assemble",
     "classification": "jaxtrain.models.tasks",
+    "contrastive": "jaxtrain.models.tasks",
     "count_parameters": "jaxtrain.models.model",
     "cross_entropy": "jaxtrain.ops.loss.cross_entropy",
     "cross_entropy_sums": "jaxtrain.ops.loss.cross_entropy",

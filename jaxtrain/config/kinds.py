@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.base import Call
 from jaxtrain.config.data import CalledData, ChatData, gives_pairs
-from jaxtrain.config.model import CalledModel, TransformerConfig, published_from
+from jaxtrain.config.model import CalledModel, CLIPConfig, TransformerConfig, published_from
 from jaxtrain.config.schema import Config, FinetuneConfig, LossConfig
 from jaxtrain.errors import ConfigError
 
@@ -105,6 +105,8 @@ def gives_tokens(config: Config) -> bool:
 def _wrong_model(config: Config) -> Iterator[str]:
     """Why a transformer sees its targets, or gives outputs that the task does not take."""
     model, task = config.model, config.task
+    if isinstance(model, CLIPConfig) != (task == "contrastive") and not isinstance(model, CalledModel):
+        yield f"task={task} with model.kind={model.kind}; task=contrastive and model.kind=clip go together"
     if not isinstance(model, TransformerConfig) or isinstance(task, Call):
         return
     if not model.causal and task in ("language_modeling", "dpo"):
@@ -130,6 +132,9 @@ def _wrong_rows(config: Config, *, own_task: bool) -> Iterator[str]:
     data, model, task = config.data, config.model, config.task
     form, source = row_form(config), f"data.kind={data.kind}"
     tasks, models = _TAKEN[form]
+    if isinstance(model, CLIPConfig):
+        yield f"model.kind=clip takes images with their texts, not the {form} of {source}; set data.call to a function"
+        return
     if not isinstance(task, Call) and task not in tasks:
         other = "data.corruption.kind=mask or " if form == "tokens" and task == "masked_language_modeling" else ""
         yield f"task={task}, but {source} gives {form}; set {other}task={' or '.join(tasks)}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
+from jaxtrain.config.rope import AnyRope, Factors
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
 from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
@@ -17,13 +18,14 @@ Size = dict[str, object]
 GATED = ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 """Activations that multiply the activated gate with a second linear layer."""
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "geglu_exact", "clamped_swiglu"]
+Activation = Literal["gelu", "gelu_exact", "quick_gelu", "relu", "swiglu", "geglu", "geglu_exact", "clamped_swiglu"]
 
 TRANSFORMER_SIZES: dict[str, Size] = dict(sizes_of("transformer"))
 VIT_SIZES: dict[str, Size] = dict(sizes_of("vit"))
 RESNET_SIZES: dict[str, Size] = dict(sizes_of("resnet"))
 ENCODER_DECODER_SIZES: dict[str, Size] = dict(sizes_of("encoder_decoder"))
-ALL_SIZES: dict[str, Size] = {**TRANSFORMER_SIZES, **VIT_SIZES, **RESNET_SIZES}
+CLIP_SIZES: dict[str, Size] = dict(sizes_of("clip"))
+ALL_SIZES: dict[str, Size] = {**TRANSFORMER_SIZES, **VIT_SIZES, **RESNET_SIZES, **CLIP_SIZES}
 
 if TYPE_CHECKING:
 
@@ -47,7 +49,14 @@ class Published(_From):
     @model_validator(mode="before")
     @classmethod
     def _from_size(cls, values: Any) -> Any:
-        return cls.sizes.get(str(values.get("size")), {}) | values if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        size: dict[str, Any] = {**cls.sizes.get(str(values.get("size")), {})}
+        for key in size.keys() & values.keys():
+            # Whoever names a kind describes the whole of a group.
+            if isinstance(size[key], dict) and isinstance(values[key], dict) and "kind" not in values[key]:
+                values = values | {key: size[key] | values[key]}
+        return size | values
 
     @field_validator("size")
     @classmethod
@@ -109,67 +118,6 @@ class HeadConfig(Group):
         if values.get("kind") == "masked_language_model":
             return values if values.get("hidden") else values | {"hidden": "gelu_exact"}
         return values | {"hidden": None} if values.get("hidden") == "none" else values
-
-
-_Factor = Annotated[float, Field(ge=1, le=1e6)]
-_Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
-
-
-class RopeScaling(Group):
-    """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones are kept, with a ramp between."""
-
-    kind: Literal["llama3"] = "llama3"
-    factor: _Factor
-    """Low frequencies are divided by this."""
-    low_frequency_factor: Positive = 1.0
-    """Frequencies with wavelengths above original_length / low_frequency_factor are divided by factor."""
-    high_frequency_factor: Positive = 4.0
-    """Frequencies with wavelengths below original_length / high_frequency_factor are not scaled."""
-    original_length: PositiveInt = 8192
-    """Sequence length of the original pretraining."""
-
-
-class LinearRope(Group):
-    """Position interpolation (Chen et al. 2023): all frequencies are divided by the factor."""
-
-    kind: Literal["linear"] = "linear"
-    factor: _Factor
-    """All frequencies are divided by this."""
-
-
-class YarnRope(Group):
-    """YaRN (Peng et al. 2023): low frequencies are divided by the factor, and cos and sin are scaled."""
-
-    kind: Literal["yarn"] = "yarn"
-    factor: _Factor
-    """Low frequencies are divided by this."""
-    original_length: PositiveInt
-    """Sequence length of the original pretraining."""
-    beta_fast: Positive = 32.0
-    """Dims that rotate more often than this over original_length keep their frequency."""
-    beta_slow: Positive = 1.0
-    """Dims that rotate less often than this over original_length are divided by factor."""
-    attention_factor: Positive | None = None
-    """Factor of cos and sin; null: 0.1 ln(factor) + 1."""
-    truncate: bool = True
-    """Round the dims at which the ramp begins and ends to whole numbers."""
-
-
-class LongRope(Group):
-    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, one for short and one for long sequences."""
-
-    kind: Literal["longrope"] = "longrope"
-    short_factors: _Factors
-    """Divisors of the frequencies for sequences up to original_length, one for each pair of dims."""
-    long_factors: _Factors
-    """Divisors of the frequencies for longer sequences."""
-    original_length: Annotated[int, Field(ge=2, le=10**9)]
-    """Sequence length of the original pretraining."""
-    attention_factor: Positive | None = None
-    """Factor of cos and sin; null: sqrt(1 + ln(s) / ln(o)), o original_length and s max_sequence_length / o."""
-
-
-AnyRope = Annotated[RopeScaling | LinearRope | YarnRope | LongRope, Field(discriminator="kind")]
 
 
 class ExpertsConfig(Group):
@@ -550,8 +498,12 @@ class ViTConfig(Published):
     """Number of outputs; null: the classes of the data."""
     pooling: Literal["first", "mean"] = "first"
     """How patches become one vector per image: a class token before the patches (first), or their mean."""
-    activation: Literal["gelu", "gelu_exact"] = "gelu_exact"
-    """Nonlinearity of the MLP (gelu in the tanh form, gelu_exact by the error function)."""
+    activation: Literal["gelu", "gelu_exact", "quick_gelu"] = "gelu_exact"
+    """Nonlinearity of the MLP (gelu in the tanh form, gelu_exact by the error function, quick_gelu of CLIP)."""
+    embedding_norm: bool = False
+    """Normalize the sum of the embeddings (CLIP)."""
+    outer_bias: bool = True
+    """Add biases to the layers of patches and classes (CLIP: false)."""
     norm_epsilon: Ratio = 1e-6
     """Added to the variance in each LayerNorm."""
     dropout: Fraction = 0.0
@@ -567,7 +519,7 @@ class ViTConfig(Published):
     @property
     def head(self) -> HeadConfig:
         """The head that classifies; the mean counts every patch."""
-        return HeadConfig(kind="sequence", pooling=self.pooling)
+        return HeadConfig(kind="sequence", pooling=self.pooling, bias=self.outer_bias)
 
     def num_tokens(self, image_size: int) -> int:
         """Length of the sequence that the blocks see: the patches, and the class token where there is one."""
@@ -576,6 +528,7 @@ class ViTConfig(Published):
     def blocks(self, image_size: int) -> TransformerConfig:
         """The transformer whose blocks these are, for images of this height and width; its vocabulary means nothing."""
         same = ("num_layers", "embed_dim", "num_heads", "norm_epsilon", "activation", "dropout", "attention")
+        same += ("embedding_norm",)
         fixed = dict(vocab_size=1, position="learned", norm="layernorm", bias=True, causal=False)
         values = {name: getattr(self, name) for name in same} | fixed | dict(head=self.head)
         return TransformerConfig(**values, mlp_dim=self.mlp_width, max_sequence_length=self.num_tokens(image_size))
@@ -603,6 +556,94 @@ def image_sizes(config: ViTConfig, input_shape: tuple[int, ...]) -> tuple[int, i
     return input_shape[0], input_shape[2]
 
 
+class _Tower(Group):
+    """The settings that both encoders of CLIP have."""
+
+    num_layers: PositiveInt = 12
+    """Number of equal blocks, whose parameters are stacked."""
+    embed_dim: PositiveInt = 512
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 8
+    """Number of attention heads."""
+    mlp_dim: PositiveInt | None = None
+    """Hidden width of the MLP; null: 4 x embed_dim."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; change one")
+        return self
+
+
+class TextTower(_Tower):
+    """The text encoder of CLIP: a causal transformer, of which the token at the end stands for the text."""
+
+    vocab_size: PositiveInt = 49408
+    """Number of token ids in the embedding."""
+    max_sequence_length: PositiveInt = 77
+    """Longest text that the model accepts, in tokens; also the number of its learned positions."""
+
+
+class ImageTower(_Tower):
+    """The image encoder of CLIP: a vision transformer, of which the class token stands for the image."""
+
+    embed_dim: PositiveInt = 768
+    """Width of the residual stream."""
+    num_heads: PositiveInt = 12
+    """Number of attention heads."""
+    patch_size: PositiveInt = 32
+    """Height and width of a patch, in pixels."""
+    image_size: PositiveInt = 224
+    """Height and width of an image, in pixels."""
+    channels: PositiveInt = 3
+    """Channels of an image."""
+
+    @model_validator(mode="after")
+    def _whole_patches(self) -> Self:
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
+        return self
+
+
+class CLIPConfig(Published):
+    """An encoder of images and one of texts, whose embeddings are compared (CLIP, Radford et al. 2021)."""
+
+    sizes = CLIP_SIZES
+
+    kind: Literal["clip"] = "clip"
+    text: TextTower = TextTower()
+    """The encoder of texts."""
+    image: ImageTower = ImageTower()
+    """The encoder of images."""
+    projection_dim: PositiveInt = 512
+    """Width of the embeddings that are compared."""
+    activation: Literal["quick_gelu", "gelu", "gelu_exact"] = "quick_gelu"
+    """Nonlinearity of the MLPs (quick_gelu: x sigmoid(1.702 x); gelu in the tanh form, gelu_exact exactly)."""
+    norm_epsilon: Ratio = 1e-5
+    """Added to the variance in each LayerNorm."""
+    end_token: Count | None = None
+    """Token whose first place gives the embedding of a text; null: the first place of its largest id."""
+    attention: Attention = "auto"
+    """Implementation of attention; auto: the first of the platform's table that takes the case (docs/attention.md)."""
+
+    @property
+    def text_tower(self) -> TransformerConfig:
+        """The text encoder as a transformer, whose labels are the embedding."""
+        head = HeadConfig(kind="sequence", num_labels=self.projection_dim, pooling="last", bias=False)
+        fixed = dict(position="learned", norm="layernorm", bias=True, head=head)
+        return TransformerConfig(**self.text.model_dump(), **self._both, **fixed)
+
+    @property
+    def image_tower(self) -> ViTConfig:
+        """The image encoder as a vision transformer, whose classes are the embedding."""
+        fixed = dict(embedding_norm=True, outer_bias=False, num_classes=self.projection_dim)
+        return ViTConfig(**self.image.model_dump(), **self._both, **fixed)
+
+    @property
+    def _both(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("activation", "norm_epsilon", "attention")}
+
+
 class ResNetConfig(Published):
     """A residual convolutional network for images (He et al. 2015)."""
 
@@ -626,7 +667,7 @@ class OutputScale(Group):
 
     mean: Annotated[tuple[Annotated[float, Field(ge=-1e30, le=1e30)], ...], Field(strict=False, min_length=1)]
     """Mean of each output, or one for all."""
-    deviation: _Factors
+    deviation: Factors
     """Standard deviation of each output, or one for all."""
 
 
@@ -653,7 +694,7 @@ class CalledModel(Call):
 
 
 ModelConfig = Annotated[
-    TransformerConfig | EncoderDecoderConfig | ViTConfig | ResNetConfig | MLPConfig | CalledModel,
+    TransformerConfig | EncoderDecoderConfig | ViTConfig | CLIPConfig | ResNetConfig | MLPConfig | CalledModel,
     Field(discriminator="kind"),
     kind_or("transformer"),
 ]

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.errors import explain
-from jaxtrain.config.model import EncoderDecoderConfig, LongRope, ModelConfig, TransformerConfig, ViTConfig
+from jaxtrain.config.model import CLIPConfig, EncoderDecoderConfig, ModelConfig, TransformerConfig, ViTConfig
+from jaxtrain.config.rope import LongRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, UnknownFamily, family_of, read_settings
@@ -96,6 +97,9 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
         settings["rope_scaling"] |= dict(attention_factor=factor)
     if isinstance(model, ViTConfig):
         settings |= dict(mlp_dim=model.mlp_width)
+    if isinstance(model, CLIPConfig):
+        for name, tower in (("text", model.text_tower), ("image", model.image_tower)):
+            settings[name] |= dict(mlp_dim=tower.mlp_width)
     if "vocab_size" in settings and settings["vocab_size"] is None:
         settings["vocab_size"] = vocab_size
     return settings

@@ -38,6 +38,7 @@ TaskName = Literal[
     "regression",
     "dpo",
     "reward",
+    "contrastive",
 ]
 TaskConfig = Annotated[
     Annotated[TaskName, Tag(NAMED)] | Annotated[CalledTask, Tag(CALLED)], Discriminator(named_or_called)
@@ -374,7 +375,7 @@ class Config(Group):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of every random number: parameters, data order, dropout."""
     task: TaskConfig = "language_modeling"
-    """Task and loss: on tokens, classes, numbers or pairs of answers (dpo, reward), or your own (call)."""
+    """Task and loss: on tokens, classes, numbers, answers (dpo, reward), images and texts, or your own (call)."""
     compilation_cache: str | None = "auto"
     """Folder of compiled programs; auto: the user's cache folder; null: compile in every process."""
     compiler_options: dict[str, bool | int | float | str] = {}  # noqa: RUF012  pydantic copies it

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import (
     CalledModel,
+    CLIPConfig,
     EncoderDecoderConfig,
     MLPConfig,
     ModelConfig,
@@ -50,9 +51,9 @@ _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm", "embedding_projection"), 0),
     **dict.fromkeys(("patches", "class_token"), 0),
     **dict.fromkeys(("relative_positions", "leading"), 1),
-    **dict.fromkeys(("blocks", "encoder"), 2),
-    **dict.fromkeys(("output_norm", "decoder"), 3),
-    **dict.fromkeys(("head", "output", "output_bias"), _HEAD),
+    **dict.fromkeys(("blocks", "encoder", "image"), 2),
+    **dict.fromkeys(("output_norm", "decoder", "text"), 3),
+    **dict.fromkeys(("head", "output", "output_bias", "logit_scale"), _HEAD),
 }
 
 
@@ -95,7 +96,7 @@ def model_flops_per_row(
     and k + v for 2 k of the scores, v being the width of values; blocks before those with experts count theirs. A head
     of labels counts its layers, and where it has one output per text, for one position.
     A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
-    p x p pixels of c channels, and 6 d per class.
+    p x p pixels of c channels, and 6 d per class. CLIP takes the sum of its two encoders, texts of full length.
     An encoder-decoder takes that of its encoder for S tokens and that of its decoder for T, and for each layer of the
     decoder 12 d h k T + 12 d g k S + 12 h k S T of cross-attention; the output layer counts for T tokens.
     A convolution of kernel n x n takes n^2 c_in c_out multiply-adds a pixel of its output.
@@ -122,6 +123,9 @@ def model_flops_per_row(
             if input_shape is None or num_outputs is None:
                 return None
             products = mlp_products(model_config, input_shape, num_outputs)
+        case CLIPConfig():
+            structure = structure_of(model_config, input_shape=(), vocab_size=None, num_outputs=None)
+            products = list(itertools.chain(*structure_products(structure).values())) if structure else []
         case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
             is_vision = isinstance(model_config, ViTConfig)
             shape = input_shape if is_vision else None if sequence_length is None else (sequence_length,)
@@ -167,7 +171,7 @@ def block_number(config: ModelConfig, path: str) -> int:
     """Number of the block that a parameter is in, counted from the input."""
     name, _, rest = path.partition("/")
     match config:
-        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig():
+        case TransformerConfig() | EncoderDecoderConfig() | ViTConfig() | CLIPConfig():
             return structure_block(path)
         case ResNetConfig():
             if name.startswith("stem"):

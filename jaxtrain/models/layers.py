@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.model import AnyRope, LinearRope, LongRope, RopeScaling, TransformerConfig, YarnRope
+from jaxtrain.config.model import TransformerConfig
+from jaxtrain.config.rope import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.rope import longrope_factor
 from jaxtrain.models.initializers import Initializer
@@ -24,6 +25,7 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 

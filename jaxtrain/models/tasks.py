@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.config.arguments import shown
 from jaxtrain.config.base import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.schema import Config, LossConfig
@@ -273,6 +274,38 @@ def _number_loss(loss: str, metrics: tuple[str, ...], outputs: Any, batch: Batch
     return sums[loss], weight, {name: (sums[name], weight) for name in metrics}
 
 
+def contrastive() -> Task:
+    """Find the text of each image, and the image of each text, among those of the whole batch (CLIP).
+
+    The model gives a dict of `image` and `text`, embeddings [B, P], and of `scale` [], what multiplies their
+    similarities, at most 100. The loss of a row is the mean of two cross-entropies over B candidates. Accumulation and
+    pipelines are refused. Evaluation compares the rows of each of its batches. Source: Radford et al. 2021 (arXiv
+    2103.00020), figure 3.
+
+    Example:
+        >>> jt.contrastive()
+        Task 'contrastive'
+    """
+    return Task("contrastive", _contrastive_loss, rows="global")
+
+
+def _contrastive_loss(outputs: Any, batch: Batch) -> Any:
+    """Losses and accuracy of each row."""
+    names = ("image", "text", "scale")
+    if not isinstance(outputs, Mapping) or not {*names} <= {*outputs}:
+        raise ConfigError(
+            f"contrastive needs image [B, P], text [B, P] and scale [] from the model, which gives {shown(outputs)}; "
+            "set model.kind=clip"
+        )
+    image_BP, text_BP, scale = (outputs[name].astype(jnp.float32) for name in names)
+    similarity_BB = jnp.minimum(scale, 100.0) * jnp.matmul(image_BP, text_BP.T, precision="highest")
+    pairs_B = jnp.arange(len(similarity_BB))
+    both = (similarity_BB, similarity_BB.T)
+    losses = [optax.losses.softmax_cross_entropy_with_integer_labels(one, pairs_B) for one in both]
+    right = [(jnp.argmax(one, axis=-1) == pairs_B).astype(jnp.float32) for one in both]
+    return (losses[0] + losses[1]) / 2, {"accuracy": (right[0] + right[1]) / 2}
+
+
 def build_task(config: Config) -> Task:
     """Build the task that a config describes."""
     check_loss(config)
@@ -317,4 +350,5 @@ TASKS: Mapping[str, Callable[[], Task]] = {
     "regression": regression,
     "dpo": dpo,
     "reward": reward,
+    "contrastive": contrastive,
 }

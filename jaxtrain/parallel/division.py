@@ -60,6 +60,15 @@ def check_task_stages(degrees: Mapping[str, int], *, task: str, calls_model: boo
         raise ConfigError(f"parallel.pipe={degrees['pipe']}, but {why}; use parallel.pipe=1, with fsdp in its place")
 
 
+def check_whole_batch(accumulation_steps: int, *, task: str) -> None:
+    """Raise a `ConfigError` where microbatches cannot compute a task whose loss depends on all rows of the batch."""
+    if accumulation_steps > 1:
+        raise ConfigError(
+            f"task {task!r} has rows='global', and accumulation_steps={accumulation_steps} sees one microbatch at a "
+            "time; use accumulation_steps=1"
+        )
+
+
 def _check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
     parts = num_stages * num_chunks
     if num_layers % parts == 0:

@@ -24,6 +24,7 @@ from jaxtrain.parallel.division import (
     check_rows,
     check_sequence,
     check_task_stages,
+    check_whole_batch,
     check_zero,
     microbatches_by_name,
     pipeline_schedule,
@@ -160,5 +161,7 @@ def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:
     )
     # The losses that compare two answers call the model for each.
     check_task_stages(degrees, task=task_name(config), calls_model=config.task in PREFERENCES)
+    if config.task == "contrastive":
+        check_whole_batch(config.train.accumulation_steps, task="contrastive")
     num_layers = model.num_layers if isinstance(model, TransformerConfig | ViTConfig) else None
     return pipeline_schedule(config.parallel, degrees["pipe"], num_layers, config.train.accumulation_steps)

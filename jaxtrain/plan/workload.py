@@ -23,6 +23,7 @@ from jaxtrain.config.data import (
 from jaxtrain.config.kinds import PREFERENCES, check_kinds, check_sizes, gives_tokens
 from jaxtrain.config.model import (
     CalledModel,
+    CLIPConfig,
     EncoderDecoderConfig,
     MLPConfig,
     ModelConfig,
@@ -273,6 +274,8 @@ def _of_model(config: Config, sizes: RowSizes, source: str) -> RowSizes:
             key, own = "num_classes", model.num_classes
         case MLPConfig():
             key, own = "num_outputs", model.num_outputs
+        case CLIPConfig():
+            return replace(sizes, numbers=math.prod(shapes.clip_image(model)) + model.text.max_sequence_length)
         case _:
             return sizes
     num_outputs = own or num_outputs

@@ -140,6 +140,9 @@ def _with_stored_base(run: OpenedRun) -> Params:
 def _random_rows(settings: Mapping[str, Any]) -> Any:
     """Rows to compare logits on: what they are does not matter, and a run's data may be gone."""
     draw = np.random.default_rng(0)
+    if settings["kind"] == "clip":
+        parts = {"images": settings["image"] | {"kind": "vit"}, "tokens": settings["text"] | {"kind": "transformer"}}
+        return {name: _random_rows(part) for name, part in parts.items()}
     if "vocab_size" not in settings:
         size = settings.get("image_size") or 224
         return jnp.asarray(draw.normal(size=(4, size, size, settings.get("channels", 3))), jnp.float32)
@@ -151,7 +154,9 @@ def _random_rows(settings: Mapping[str, Any]) -> Any:
 def _logits(model: Model, params: Params, model_state: ModelState, inputs: Any) -> np.ndarray:
     apply = jax.jit(lambda *trees: model.apply(*trees, key=None, train=False)[0])
     outputs = apply(params, model_state, inputs)
-    return np.asarray(outputs["logits"] if isinstance(outputs, Mapping) else outputs, np.float32)
+    if isinstance(outputs, Mapping):
+        outputs = outputs["logits"] if "logits" in outputs else outputs["image"] @ outputs["text"].T
+    return np.asarray(outputs, np.float32)
 
 
 def _as_float32(params: Params) -> Params:

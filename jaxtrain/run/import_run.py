@@ -74,6 +74,8 @@ def _config(path: Path, base: Path | None) -> dict[str, Any]:
     elif base is not None:
         raise ConfigError(f"--base {base} is for adapters, and {path} has no {CONFIG}; leave --base out")
     tree["model"], settings = {"from": str(path)}, published_settings(str(path))
+    if settings["kind"] == "clip":
+        return tree | {"task": "contrastive"}  # its rows are those of `data.call`, which is given beside it
     made_up = {"kind": "synthetic", "num_rows": _MADE_UP_ROWS}
     if "num_classes" in settings:
         sizes = {"image_size": settings.get("image_size", 224), "num_classes": settings["num_classes"]}

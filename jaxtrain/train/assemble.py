@@ -116,7 +116,7 @@ def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None
     check_kinds(config, own_task=own_task, own_data=True)
     own_task = own_task or isinstance(config.task, Call)
     integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
-    if targets is None and not own_task:
+    if targets is None and not own_task and config.task != "contrastive":
         raise ConfigError(f"task={config.task} needs an entry 'targets' in the rows of the data, which have none")
     if (config.task == "classification" and integers is False) or (config.task == "regression" and integers):
         kinds, works = ("classes", "classification") if integers else ("numbers", "regression")

@@ -17,6 +17,7 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel, stored_params, with_sharding
 from jaxtrain.models.task import Task
 from jaxtrain.optim.offload import lives_on_host, on_host, to_host
+from jaxtrain.parallel.division import check_whole_batch
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats
 from jaxtrain.runtime.tree import merge_leaves, path_name
@@ -52,11 +53,8 @@ class StepSettings:
                 f"accumulation_steps={steps}, clip_norm={clip}, ema_decay={decay}; use a whole number from 1, a number "
                 "above 0 (None: no clipping) and one from 0 to below 1"
             )
-        if task.rows == "global" and steps > 1:
-            raise ConfigError(
-                f"task {task.name!r} has rows='global', and accumulation_steps={steps} sees one microbatch at a time; "
-                "use accumulation_steps=1"
-            )
+        if task.rows == "global":
+            check_whole_batch(steps, task=task.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,9 @@
 Arrays of expected.npz (B rows, L tokens, V outputs, D hidden):
     tokens [B, L], attention_mask [B, L] (1: a token, 0: padding), token_type_ids [B, L], decoder_tokens [B, T],
     pixel_values [B, C, H, W]: the inputs, int64 or float32.
-    logits: outputs [B, L, V], [B, T, V] or [B, V]; last_hidden_state [B, L, D] and pooled [B, D] of a model without a
-    head. What stands at padded positions is whatever transformers computes there: compare where the mask is 1.
+    logits: outputs [B, L, V], [B, T, V], [B, V] or, of CLIP, [2, B, B]; last_hidden_state [B, L, D] and pooled [B, D]
+        of a model without a head. What stands at padded positions is whatever transformers computes there: compare
+        where the mask is 1.
     labels: the target of each row of logits, -100 where none counts; loss: the sum of the cross-entropies, float32.
     grad:NAME: the gradient of `loss` with respect to the tensor NAME of model.safetensors, in its shape there.
     prompt [B, P] and generated [B, P + N]: greedy tokens with a cache, the prompt included. For an encoder-decoder:
@@ -103,7 +104,7 @@ def make_model(fixture: Fixture, seed: int) -> Any:
                 for end, (mean, deviation) in fixture.special.items():
                     if f"{path}.{name}".endswith(end):
                         values = mean + deviation * generator.standard_normal(tuple(tensor.shape))
-                tensor.copy_(torch.from_numpy(values.astype(np.float32)))
+                tensor.copy_(torch.from_numpy(np.asarray(values, np.float32)))
     return model
 
 
@@ -156,12 +157,17 @@ def inputs_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {theirs: torch.from_numpy(arrays[ours]) for ours, theirs in arguments.items() if ours in arrays}
 
 
+def logits_of(answer: Any) -> torch.Tensor:
+    """Return the logits; of CLIP [2, B, B], of each image's texts and of each text's images."""
+    return answer.logits if "logits" in answer else torch.stack([answer.logits_per_image, answer.logits_per_text])
+
+
 def outputs_of(model: Any, arrays: Mapping[str, np.ndarray]) -> Arrays:
     """Compute the outputs that a fixture keeps, for the inputs among `arrays`."""
     with torch.no_grad():
         answer = model(**inputs_of(arrays), return_dict=True)
-    if "logits" in answer:
-        return {"logits": numbers(answer.logits)}
+    if "logits" in answer or "logits_per_image" in answer:
+        return {"logits": numbers(logits_of(answer))}
     return {"last_hidden_state": numbers(answer.last_hidden_state), "pooled": numbers(answer.pooler_output)}
 
 
@@ -170,7 +176,7 @@ def gradients_of(fixture: Fixture, model: Any, arrays: Mapping[str, np.ndarray])
     if not fixture.gradients:
         return {}
     model.zero_grad(set_to_none=True)
-    loss = sum_of_cross_entropy(model(**inputs_of(arrays)).logits, torch.from_numpy(arrays["labels"]))
+    loss = sum_of_cross_entropy(logits_of(model(**inputs_of(arrays))), torch.from_numpy(arrays["labels"]))
     loss.backward()
     # A copy whose parameters are the gradients is written as any model is, so that the gradients get the file's names.
     gradients = copy.deepcopy(model)

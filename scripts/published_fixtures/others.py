@@ -1,4 +1,4 @@
-"""Fixtures of the encoder-decoders and of the models of images."""
+"""Fixtures of the encoder-decoders, of the models of images, and of CLIP."""
 
 # pyright: reportMissingImports=false
 from typing import Any
@@ -10,6 +10,7 @@ from published_fixtures.fixture import IGNORED, Arrays, Fixture, generate, near_
 
 VOCABULARY = 40
 NEW_TOKENS = 12
+END = 30
 
 
 def sequence_to_sequence(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
@@ -32,6 +33,23 @@ def images(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arra
     return arrays | outputs_of(model, arrays)
 
 
+def pairs(fixture: Fixture, model: Any, generator: np.random.Generator) -> Arrays:
+    """Make the similarities of three images and texts; the texts end at different places, with larger ids behind."""
+    tokens = generator.integers(4, VOCABULARY, (3, fixture.length))
+    tokens[[0, 1, 1, 2], [4, 6, 9, 11]] = END
+    pixels = generator.standard_normal((3, 3, 8, 8)).astype(np.float32)
+    arrays = {"tokens": tokens, "pixel_values": pixels, "labels": np.tile(np.arange(3), (2, 1))}
+    return arrays | outputs_of(model, arrays)
+
+
+def as_long_ago(config: dict[str, Any]) -> dict[str, Any]:
+    """Write what counts of a CLIP's config a second time, beside an older form with other values."""
+    parts = {f"{name}_dict": config[name] for name in ("text_config", "vision_config")}
+    return (
+        config | parts | {name: {**config[name], "hidden_act": "gelu_new"} for name in ("text_config", "vision_config")}
+    )
+
+
 def untie(model: Any) -> None:
     """Give the model an output of its own: transformers 5 ties that of every T5 until a file says otherwise."""
     model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -51,6 +69,15 @@ _T5: dict[str, Any] = {
 }  # fmt: skip
 # A large embedding, tied, would repeat the last token for ever, and so would a weak bias of positions.
 _EMBEDDING = {"shared.weight": (0.0, 0.25), "relative_attention_bias.weight": (0.0, 2.0)}
+_CLIP_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 16, "eos_token_id": END, "hidden_act": "quick_gelu",
+}  # fmt: skip
+_CLIP_IMAGE: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
+    "patch_size": 4, "hidden_act": "quick_gelu",
+}  # fmt: skip
+_CLIP_CHANGES = ({"hidden_act": "gelu"}, {"layer_norm_eps": 1e-2}, {"num_attention_heads": 1})
 _RESNET: dict[str, Any] = {"num_labels": 3, "depths": [2, 1], "embedding_size": 8}
 
 FIXTURES = (
@@ -75,6 +102,24 @@ FIXTURES = (
         gradients=("vit.encoder.layer.0.attention.attention.query.weight", "vit.embeddings.cls_token",
                    "vit.embeddings.patch_embeddings.projection.weight"),
         special=near_the_dip("mlp.fc1", "mlp.fc2"),
+    ),
+    Fixture(
+        "clip", tf.CLIPModel, tf.CLIPConfig(text_config=_CLIP_TEXT, vision_config=_CLIP_IMAGE, projection_dim=8), pairs,
+        special={"logit_scale": (1.5, 0.1)},
+        gradients=("logit_scale", "text_model.embeddings.token_embedding.weight", "visual_projection.weight",
+                   "vision_model.pre_layrnorm.bias", "vision_model.embeddings.patch_embedding.weight"),
+        matters=(
+            {"text_config": {**_CLIP_TEXT, "eos_token_id": 2}},
+            *({"text_config": {**_CLIP_TEXT, **change}} for change in _CLIP_CHANGES),
+            *({"vision_config": {**_CLIP_IMAGE, **change}} for change in _CLIP_CHANGES),
+        ),
+    ),
+    Fixture(
+        "clip_largest_id", tf.CLIPModel,
+        tf.CLIPConfig(text_config={**_CLIP_TEXT, "eos_token_id": 2, "hidden_act": "gelu"},
+                      vision_config={**_CLIP_IMAGE, "hidden_act": "gelu"}, projection_dim=8), pairs,
+        special={"logit_scale": (1.5, 0.1)}, gradients=("logit_scale", "text_projection.weight"),
+        matters=({"text_config": {**_CLIP_TEXT, "hidden_act": "gelu"}},), published=as_long_ago,
     ),
     Fixture(
         "resnet_basic", tf.ResNetForImageClassification,

@@ -33,6 +33,7 @@ PLAIN = (("tokens", "tokens"),)
 TO_TEXT = (("tokens", "tokens"), ("attention_mask", "segments"), ("decoder_tokens", "decoder_tokens"))
 ENCODER = (("tokens", "tokens"), ("attention_mask", "segments"), ("token_type_ids", "token_types"))
 IMAGES = (("pixel_values", "images"),)
+PAIRS = (*PLAIN, *IMAGES)
 ROWS = {
     **dict.fromkeys(
         ("llama", "llama31", "smollm2", "starcoder2", "mistral", "mixtral", "qwen2", "qwen2_window"), PLAIN
@@ -48,6 +49,7 @@ ROWS = {
     **dict.fromkeys(("distilbert_mlm", "distilbert_sequence", "llama_sequence"), ENCODER),
     **dict.fromkeys(("vit_classification", "resnet_basic", "resnet_bottleneck"), IMAGES),
     **dict.fromkeys(("t5", "t5_v11"), TO_TEXT),
+    **dict.fromkeys(("clip", "clip_largest_id"), PAIRS),
 }
 
 
@@ -67,11 +69,20 @@ def expected(name):
 
 
 def inputs_of(name):
-    arrays, row = expected(name), ROWS[name]
-    if row == IMAGES:
-        return jnp.asarray(arrays["pixel_values"].transpose(0, 2, 3, 1))  # [B, C, H, W] there
-    given = {ours: jnp.asarray(arrays[theirs], jnp.int32) for theirs, ours in row if theirs in arrays}
-    return given["tokens"] if len(given) == 1 else given
+    arrays = expected(name)
+    given = {ours: jnp.asarray(arrays[theirs]) for theirs, ours in ROWS[name] if theirs in arrays}
+    given = {ours: x.transpose(0, 2, 3, 1) if x.ndim == 4 else x for ours, x in given.items()}  # [B, C, H, W] there
+    return next(iter(given.values())) if len(given) == 1 else given
+
+
+def logits_of(outputs):
+    """Of CLIP those of the texts of each image, and of the images of each text."""
+    if not isinstance(outputs, dict):
+        return outputs
+    if "scale" not in outputs:
+        return outputs["logits"]
+    similarity = outputs["scale"] * outputs["image"] @ outputs["text"].T
+    return jnp.stack([similarity, similarity.T])
 
 
 def loss_of(model, inputs, labels):
@@ -79,7 +90,7 @@ def loss_of(model, inputs, labels):
 
     def loss(params, state):
         outputs, _ = model.apply(params, state, inputs, key=None, train=False)
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs
+        logits = logits_of(outputs)
         scores = jax.nn.log_softmax(logits.astype(jnp.float32))
         chosen = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
         return -jnp.sum(jnp.where(labels == IGNORED, 0.0, chosen)), logits
@@ -107,7 +118,8 @@ def test_logits_and_gradient(name):
         tensor = tensors[name]
         parts = [gathered(*part, held) for part in tensor.parts]
         found = floats_of(tensor, parts)
-        np.testing.assert_allclose(found, wanted[key], rtol=0, atol=TOLERANCE * np.ptp(wanted[key]), err_msg=key)
+        atol = TOLERANCE * (np.ptp(wanted[key]) or np.abs(wanted[key]))  # one number has no range
+        np.testing.assert_allclose(found, wanted[key], rtol=0, atol=atol, err_msg=key)
 
 
 # One of each way in which a cache is filled: experts, windows, local layers, layers without positions, factors, learned

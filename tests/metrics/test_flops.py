@@ -5,7 +5,14 @@ import functools
 import pytest
 
 from jaxtrain.config import load_config
-from jaxtrain.config.model import EncoderDecoderConfig, MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
+from jaxtrain.config.model import (
+    CLIPConfig,
+    EncoderDecoderConfig,
+    MLPConfig,
+    ResNetConfig,
+    TransformerConfig,
+    ViTConfig,
+)
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.run.record import step_flops
 from jaxtrain.runtime.devices import peak_flops
@@ -95,6 +102,17 @@ def test_vision_transformers_take_the_published_multiply_adds(size, multiply_add
     assert flops is not None
     # 0.005e9 is the rounding of the published figure.
     assert flops / 6 == pytest.approx(multiply_adds, abs=0.0051e9)
+
+
+@pytest.mark.parametrize(
+    ("size", "flops"),
+    # open_clip's table of profiles, two per multiply-add; it counts causal attention in full, half a percent more.
+    [("clip_vit_b32", 14.78e9), ("clip_vit_b16", 41.09e9), ("clip_vit_l14", 175.33e9)],
+)
+def test_clip_takes_the_published_flops(size, flops):
+    found = _flops(CLIPConfig(size=size))
+    assert found is not None
+    assert found / 3 == pytest.approx(flops, rel=0.01)
 
 
 def test_an_encoder_decoder_counts_both_sides_and_what_crosses():

@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.config.model import (
     TRANSFORMER_SIZES,
+    CLIPConfig,
     EncoderDecoderConfig,
     MLPConfig,
     ResNetConfig,
@@ -166,6 +167,13 @@ ENCODERS = {
 }
 # timm's table of results.
 VITS = {"vit_tiny": 5_717_416, "vit_small": 22_050_664, "vit_base": 86_567_656, "vit_large": 304_326_632}
+# The config.json and the safetensors file published with each model.
+CLIPS = {
+    "clip_vit_b32": 151_277_313,
+    "clip_vit_b16": 149_620_737,
+    "clip_vit_l14": 427_616_513,
+    "clip_vit_l14_336": 427_944_193,
+}
 # torchvision's table of weights.
 RESNETS = {
     "resnet18": 11_689_512,
@@ -187,6 +195,7 @@ KINDS = {
     ),
     "encoder_decoder": (EncoderDecoderConfig, (8,), ENCODER_DECODERS, ("t5_small",)),
     "vit": (lambda size: ViTConfig(size=size, num_classes=1000), IMAGE, VITS, ("vit_tiny",)),
+    "clip": (lambda size: CLIPConfig(size=size), IMAGE, CLIPS, ("clip_vit_b32",)),
     "resnet": (lambda size: ResNetConfig(size=size, num_classes=1000), IMAGE, RESNETS, ("resnet18", "resnet50")),
 }
 

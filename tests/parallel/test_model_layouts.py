@@ -1,4 +1,4 @@
-"""Forms of the transformer's block, encoders with heads, ViTs and encoder-decoders: every mesh as one device.
+"""Forms of the transformer's block, encoders with heads, ViTs, CLIP and encoder-decoders: every mesh as one device.
 
 Tiny models on rows of their own kind: packed, padded, masked, labelled, pairs of sequences. What is drawn (dropout) has
 to be the same on every layout too.
@@ -97,6 +97,14 @@ def images(random: np.random.Generator) -> Batch:
     return {"inputs": found.astype(np.float32), "targets": targets, "weights": np.ones(ROWS, np.float32)}
 
 
+def images_and_texts(random: np.random.Generator) -> Batch:
+    """Texts begin with the class of their image, and end with the largest id at different places."""
+    found, tokens = images(random), draw_tokens(random, OUTPUT)
+    tokens[:, :3] = found["targets"][:, None]
+    tokens[np.arange(ROWS), random.integers(3, OUTPUT, ROWS)] = VOCABULARY - 1
+    return {"inputs": {"images": found["inputs"], "tokens": tokens}}
+
+
 @dataclass(frozen=True)
 class Case:
     """Settings of a model, its rows, and its task."""
@@ -119,6 +127,7 @@ PAIRS = dict(
     kind="encoder_decoder", embed_dim=16, num_heads=4, head_dim=8, mlp_dim=32, vocab_size=VOCABULARY,
     relative_buckets=8, relative_max_distance=16,
 )  # fmt: skip
+TOWER = dict(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32)
 EXPERTS = dict(num_experts=4, experts_per_token=1, load_balance_weight=0.5, router_z_weight=0.0)
 SHARED = dict(scores="sigmoid", score_bias=True, weights_scale=1.5, shared_dim=8)
 LEADING = dict(dense_layers=2, dense_dim=24)
@@ -190,6 +199,14 @@ CASES = {
         images,
         "classification",
     ),
+    "clip": Case(
+        dict(
+            kind="clip", projection_dim=8, text=dict(TOWER, vocab_size=VOCABULARY, max_sequence_length=OUTPUT),
+            image=dict(TOWER, patch_size=2, image_size=8, channels=1),
+        ),
+        images_and_texts,
+        "contrastive",
+    ),
     "encoder_decoder": Case(
         dict(
             PAIRS, num_layers=2, num_decoder_layers=3, attention_scale=1.0, activation="relu", tie_embeddings=True,
@@ -215,13 +232,14 @@ def batches(name: str) -> list[Batch]:
 
 
 def make_step(name: str, where: Layout, remat: str = "none") -> TrainStep:
+    task = TASKS[CASES[name].task]()
     return make_train_step(
         make_model(name, remat),
-        TASKS[CASES[name].task](),
+        task,
         # Without such an epsilon Adam makes full steps of the rounding of gradients that are 0 (biases of keys).
         optax.adamw(3e-3, eps=1e-5),
         mesh=make_mesh_of(where.degrees),
-        accumulation_steps=2,
+        accumulation_steps=1 if task.rows == "global" else 2,
         # Of models this small the biases are more than the usual limit.
         parallelism=dataclasses.replace(where.options, max_replicated_fraction=1),
     )
@@ -265,6 +283,8 @@ ROWS_OF_MODELS = [
     ("masked", layout(fsdp=2, tensor=2, data=2, zero=2, sp=True), "full"),
     ("labels", layout(pipe=2), "none"),
     ("vit", layout(pipe=2, fsdp=2, tensor=2), "full"),
+    ("clip", layout(data=2, fsdp=2, tensor=2), "full"),
+    ("clip", layout(fsdp=2, tensor=2, data=2, zero=2, sp=True), "dots"),
     ("encoder_decoder", layout(data=2, fsdp=2, tensor=2, sp=True), "sqrt"),
     ("rotary encoder_decoder", layout(context=2, tensor=2), "none"),
 ]

@@ -4,12 +4,14 @@ import jax
 import pytest
 
 from jaxtrain.config.model import (
+    CLIPConfig,
     EncoderDecoderConfig,
     ExpertsConfig,
     LatentConfig,
     MLPConfig,
     ResNetConfig,
     TransformerConfig,
+    ViTConfig,
 )
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
@@ -100,6 +102,8 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "clip": (CLIPConfig(), IMAGES),
+    "vit with a norm, without biases around": (ViTConfig(embedding_norm=True, outer_bias=False), IMAGES),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),
     "deep mlp": (MLPConfig(hidden_dims=(64, 32, 16)), IMAGES),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families import (
     bert,
+    clip,
     cohere,
     deepseek,
     falcon,
@@ -47,8 +48,7 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
-        glm4.FAMILY,
-        *(deepseek.V3, deepseek.V2),
+        *(glm4.FAMILY, clip.FAMILY, deepseek.V3, deepseek.V2),
     )
 }
 

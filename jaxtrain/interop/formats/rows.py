@@ -97,11 +97,12 @@ class Transform:
 
     def view(self, tensor: "np.ndarray") -> "np.ndarray":
         """Returns their tensor, C-contiguous, as a view with the dimensions of `fine`; writing to it writes theirs."""
-        block = tensor[tuple(slice(at, at + size) for at, size in zip(self.start, self.block, strict=True))]
+        # The dots keep an array of a tensor without dimensions.
+        block = tensor[(*(slice(at, at + size) for at, size in zip(self.start, self.block, strict=True)), ...)]
         # Splitting a dimension needs no copy, whatever the strides are.
         block = block.reshape([size for split in self.splits for size in split])
         picked = (slice(one.start, one.stop) if isinstance(one, range) else one for one in self.picked)
-        return block[tuple(picked)].transpose(self.order)
+        return block[(*picked, ...)].transpose(self.order)
 
     def read(self, tensor: "np.ndarray", index: Sequence[slice]) -> "np.ndarray":
         """Returns the slice `index` (of step 1) of our parameter; of a mapped file no more is read than it needs."""

@@ -9,6 +9,7 @@ from jaxtrain.config.model import CalledModel, ModelConfig
 from jaxtrain.config.schema import BLOCK_INPUT
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
+from jaxtrain.models.shipped.clip import clip
 from jaxtrain.models.shipped.encoder_decoder import encoder_decoder
 from jaxtrain.models.shipped.images import resnet, vit
 from jaxtrain.models.shipped.mlp import mlp
@@ -23,6 +24,7 @@ _BUILDERS: dict[str, Callable[..., Model]] = {
     "encoder_decoder": encoder_decoder,
     "resnet": resnet,
     "vit": vit,
+    "clip": clip,
     "mlp": mlp,
 }
 

@@ -184,10 +184,13 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, image_size: int, channels: int, num_classes: int, rngs: nnx.Rngs):
         blocks, init = config.blocks(image_size), normal(INIT_STDDEV)
         shape, width = patch_shape(config, channels), config.embed_dim
-        self.patches = Linear(shape.inputs, shape.outputs, bias=True, initializer=init, rngs=rngs, low_precision=False)
+        self.patches = Linear(
+            shape.inputs, shape.outputs, bias=config.outer_bias, initializer=init, rngs=rngs, low_precision=False
+        )
         first = config.pooling == "first"
         self.class_token = nnx.Param(jnp.zeros((width,), jnp.float32)) if first else None
         self.positions = nnx.Param(init(rngs.params(), (blocks.max_sequence_length, width), jnp.float32))
+        self.embedding_norm = block_norm(blocks) if config.embedding_norm else None
         self.blocks = make_stack(lambda rngs: Block(blocks, rngs), config.num_layers, rngs)
         self.output_norm = block_norm(blocks)
         self.head = PooledHead(blocks, num_classes, rngs)
@@ -204,8 +207,10 @@ class ViT(nnx.Module):
             if self.class_token is not None:
                 token_B1D = jnp.broadcast_to(self.class_token[...], (rows, 1, x_BLD.shape[-1]))
                 x_BLD = jnp.concatenate([token_B1D, x_BLD], axis=1)
-            x_BLD = dropout(x_BLD + aligned(self.positions[...], x_BLD), self.config.dropout, key)
-            return constrain(x_BLD, *RESIDUAL)
+            x_BLD = x_BLD + aligned(self.positions[...], x_BLD)
+            if self.embedding_norm is not None:
+                x_BLD = self.embedding_norm(x_BLD)
+            return constrain(dropout(x_BLD, self.config.dropout, key), *RESIDUAL)
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Apply the final norm and the head: [B, classes]."""

@@ -6,11 +6,12 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.config.model import (
     GATED,
+    CLIPConfig,
     EncoderDecoderConfig,
     LatentConfig,
     MLPConfig,
@@ -274,6 +275,8 @@ def model_tensors(
             num_classes = config.num_classes or num_outputs
             assert num_classes is not None
             return _tensors(_vit(config, input_shape, num_classes), stack="blocks")
+        case CLIPConfig():
+            return _tensors(_clip(config), sides=("image/blocks", "text/blocks"))
         case _:
             assert isinstance(config, MLPConfig)
             assert num_outputs is not None
@@ -379,11 +382,28 @@ def head_rows(config: TransformerConfig, *, vocab_size: int, num_labels: int | N
 def _vit(config: ViTConfig, input_shape: tuple[int, ...], num_classes: int) -> Rows:
     image_size, channels = image_sizes(config, input_shape)
     width, blocks = config.embed_dim, config.blocks(image_size)
-    rows = _linear("patches", patch_shape(config, channels))
+    rows = _linear("patches", patch_shape(config, channels), bias=config.outer_bias)
+    if config.embedding_norm:
+        rows |= _norm("embedding_norm", blocks)
     if config.pooling == "first":
         rows["class_token"] = ((width,), ("embed",))
     rows["positions"] = ((blocks.max_sequence_length, width), (None, "embed"))
     return rows | _stack(blocks) | head_rows(blocks, vocab_size=1, num_labels=num_classes)
+
+
+def clip_image(config: CLIPConfig) -> tuple[int, int, int]:
+    """Height, width and channels of the images that a CLIP takes."""
+    return config.image.image_size, config.image.image_size, config.image.channels
+
+
+def _clip(config: CLIPConfig) -> Rows:
+    """Two encoders, and the logarithm of what multiplies their similarities."""
+    sides = {
+        "image": _vit(config.image_tower, clip_image(config), config.projection_dim),
+        "text": _transformer(config.text_tower, config.text.vocab_size, config.projection_dim),
+    }
+    rows = {f"{side}/{path}": row for side, rows in sides.items() for path, row in rows.items()}
+    return rows | {"logit_scale": ((), None)}
 
 
 def _encoder_decoder(config: EncoderDecoderConfig, vocab_size: int) -> Rows:
@@ -430,7 +450,7 @@ def _resnet(config: ResNetConfig, channels: int, num_classes: int) -> Tensors:
     return _tensors(rows, model_state=state)
 
 
-OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig)
+OF_BLOCKS = (TransformerConfig, EncoderDecoderConfig, ViTConfig, CLIPConfig)
 """Configs of models of transformer blocks."""
 
 
@@ -512,8 +532,22 @@ def structure_of(
             blocks = config.blocks(image_size)
             head = _head_layers(blocks, config.num_classes or num_outputs, tokens)
             return Structure((Stack("blocks", blocks, tokens),), entry, head, None)
+        case CLIPConfig():
+            towers = {
+                "image": structure_of(config.image_tower, input_shape=clip_image(config), **_NO_DATA),
+                "text": structure_of(config.text_tower, input_shape=(config.text.max_sequence_length,), **_NO_DATA),
+            }
+
+            def both(name: str) -> tuple[Any, ...]:
+                found = ((side, one) for side, tower in towers.items() for one in getattr(tower, name))
+                return tuple(replace(one, path=f"{side}/{one.path}") for side, one in found)
+
+            return Structure(both("stacks"), both("entry"), both("head"), None)
         case _:
             return None
+
+
+_NO_DATA = dict(vocab_size=None, num_outputs=None)
 
 
 def _vocabulary_layer(

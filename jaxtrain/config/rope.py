@@ -1,0 +1,67 @@
+"""Settings of the scaling of rotary frequencies for long contexts. No jax here."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxtrain.config.base import Group, Positive, PositiveInt
+
+_Factor = Annotated[float, Field(ge=1, le=1e6)]
+Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
+
+
+class RopeScaling(Group):
+    """Scaling of Llama 3.1: low frequencies are divided by the factor, high ones are kept, with a ramp between."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: _Factor
+    """Low frequencies are divided by this."""
+    low_frequency_factor: Positive = 1.0
+    """Frequencies with wavelengths above original_length / low_frequency_factor are divided by factor."""
+    high_frequency_factor: Positive = 4.0
+    """Frequencies with wavelengths below original_length / high_frequency_factor are not scaled."""
+    original_length: PositiveInt = 8192
+    """Sequence length of the original pretraining."""
+
+
+class LinearRope(Group):
+    """Position interpolation (Chen et al. 2023): all frequencies are divided by the factor."""
+
+    kind: Literal["linear"] = "linear"
+    factor: _Factor
+    """All frequencies are divided by this."""
+
+
+class YarnRope(Group):
+    """YaRN (Peng et al. 2023): low frequencies are divided by the factor, and cos and sin are scaled."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: _Factor
+    """Low frequencies are divided by this."""
+    original_length: PositiveInt
+    """Sequence length of the original pretraining."""
+    beta_fast: Positive = 32.0
+    """Dims that rotate more often than this over original_length keep their frequency."""
+    beta_slow: Positive = 1.0
+    """Dims that rotate less often than this over original_length are divided by factor."""
+    attention_factor: Positive | None = None
+    """Factor of cos and sin; null: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Round the dims at which the ramp begins and ends to whole numbers."""
+
+
+class LongRope(Group):
+    """LongRoPE (Ding et al. 2024): each frequency has its own divisor, one for short and one for long sequences."""
+
+    kind: Literal["longrope"] = "longrope"
+    short_factors: Factors
+    """Divisors of the frequencies for sequences up to original_length, one for each pair of dims."""
+    long_factors: Factors
+    """Divisors of the frequencies for longer sequences."""
+    original_length: Annotated[int, Field(ge=2, le=10**9)]
+    """Sequence length of the original pretraining."""
+    attention_factor: Positive | None = None
+    """Factor of cos and sin; null: sqrt(1 + ln(s) / ln(o)), o original_length and s max_sequence_length / o."""
+
+
+AnyRope = Annotated[RopeScaling | LinearRope | YarnRope | LongRope, Field(discriminator="kind")]
