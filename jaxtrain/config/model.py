@@ -141,6 +141,10 @@ class ExpertsConfig(Group):
     """Number of groups that a token takes experts of."""
     shared_dim: PositiveInt | None = None
     """Width of an MLP that every token passes beside its experts; null: none."""
+    dense_layers: Count = 0
+    """Number of blocks with one MLP for all tokens, before the num_layers blocks with experts (DeepSeek)."""
+    dense_dim: PositiveInt | None = None
+    """Hidden width of the MLP of these blocks; null: 4 x embed_dim."""
     load_balance_weight: NonNegative = 0.01
     """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: NonNegative = 0.001
@@ -152,6 +156,23 @@ class ExpertsConfig(Group):
         size, rest = divmod(self.num_experts, self.groups)
         fits = rest == 0 and size > 1 and self.groups_per_token * size >= self.experts_per_token
         return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
+
+
+class LatentConfig(Group):
+    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
+
+    query_rank: PositiveInt | None = None
+    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
+    key_value_rank: PositiveInt
+    """Width of the vector that a token's keys and values are made of."""
+    nope_dim: PositiveInt
+    """Dims of a head's queries and keys without positions."""
+    rope_dim: PositiveInt
+    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
+    value_dim: PositiveInt
+    """Dims of a head's values."""
+    norm_epsilon: Ratio = 1e-6
+    """Added to the variance in the norms of these vectors."""
 
 
 class LocalLayers(Group):
@@ -289,6 +310,18 @@ class TransformerConfig(_Blocks):
     """Attend to this many positions, up to the own one, and as many ahead if not causal; null: to all."""
     local_layers: LocalLayers | None = None
     """Layers with sliding-window attention between layers with full attention; null: all layers are alike."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention, whose head_dim is nope_dim + rope_dim (DeepSeek V2); null: attention."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head's queries and keys."""
+        return super().head_width if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values; kernels and cache hold them with zeros up to `head_width`."""
+        return self.head_width if self.latent is None else self.latent.value_dim
 
     @property
     def head_kind(self) -> str:
@@ -317,6 +350,19 @@ class TransformerConfig(_Blocks):
             return None
         return self.model_copy(update=dict(experts=None, mlp_dim=self.experts.shared_dim))
 
+    @property
+    def leading(self) -> "TransformerConfig | None":
+        """The blocks before those with experts, where there are any."""
+        if self.experts is None or not self.experts.dense_layers:
+            return None
+        experts = self.experts
+        return self.model_copy(update=dict(experts=None, mlp_dim=experts.dense_dim, num_layers=experts.dense_layers))
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the model, those before the blocks with experts too."""
+        return self.num_layers + (0 if self.leading is None else self.leading.num_layers)
+
     def has_bias(self, part: str) -> bool:
         """Whether a linear layer of a block (query, key, value, output, up, gate, down) has a bias."""
         return has_bias(self.bias, part)
@@ -329,7 +375,7 @@ class TransformerConfig(_Blocks):
     @property
     def rotary_dims(self) -> int:
         """Dims of a head that are rotated."""
-        return int(self.head_width * self.rotary_fraction)
+        return int(self.head_width * self.rotary_fraction) if self.latent is None else self.latent.rope_dim
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -344,6 +390,8 @@ class TransformerConfig(_Blocks):
         pairs = self.position != "rotary" or (self.rotary_dims > 0 and self.rotary_dims % 2 == 0)
         head, moe = self.head, self.experts is not None
         too_many = self.experts is not None and self.experts.experts_per_token > self.experts.num_experts
+        patterned = self.local_layers is not None or self.rope_layers is not None
+        patterned |= self.embedding_norm == "first_layer"
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
@@ -358,6 +406,11 @@ class TransformerConfig(_Blocks):
                 self.output_bias and self.head_kind == "masked_language_model"
             ),
             "head.pooling=first with causal: true sees only one token; set head.pooling: last (or mean)": sees_one,
+            "experts.dense_layers go with neither local_layers, rope_layers nor embedding_norm: first_layer": patterned
+            and self.leading is not None,
+            "latent attention has head_dim = nope_dim + rope_dim of at least value_dim, as many heads of keys as of "
+            "queries, and no qk_norm, biases or rotary_fraction": self.latent is not None
+            and not self._latent_fits(self.latent),
             "sliding_window applies to all layers, local_layers to some; leave one out": self.local_layers is not None
             and self.sliding_window is not None,
             "embedding_norm=first_layer is a norm of the inputs of attention alone; set block: pre": (
@@ -371,6 +424,11 @@ class TransformerConfig(_Blocks):
             if is_so:
                 raise ValueError(reason)
         return self
+
+    def _latent_fits(self, latent: LatentConfig) -> bool:
+        same_heads = self.kv_heads == self.num_heads and self.head_dim in (None, self.head_width)
+        plain = not self.qk_norm and self.bias in (False, "mlp") and self.rotary_fraction == 1
+        return same_heads and plain and latent.value_dim <= self.head_width
 
 
 class EncoderDecoderConfig(_Blocks):

@@ -30,6 +30,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "head_dim": (),
     "layers": ("pipe",),
+    "leading_layers": (),
     "experts": ("expert",),
     "channels_in": ("fsdp",),
     "channels_out": ("tensor",),
@@ -58,7 +59,7 @@ Example:
 """
 
 # Logical names of dims that count equal arrays: each layer or expert of a stack is a separate array of the model.
-COUNTING = ("layers", "experts")
+COUNTING = ("layers", "leading_layers", "experts")
 # Mesh axes that decide only where a parameter is stored, not what is computed with it.
 _STORAGE = ("fsdp", "pipe", "data")
 # Elements of a large gradient that are summed in float32 at once: 64 MiB.
@@ -274,9 +275,9 @@ def parameter_entries(
                 f"{' or '.join(map(str, divisors))}"
             )
         entries[dim] = None
-    layer_dims = {dim for dim, name in enumerate(row) if name == "layers"}
+    layer_dims = {dim for dim, name in enumerate(row) if name in ("layers", "leading_layers")}
     more = ("fsdp",) if wants_fsdp and not any("fsdp" in entry_axes(entry) for entry in entries) else ()
-    for axis in (*more, *(() if stacked or layer_dims else ("pipe",))):
+    for axis in (*more, *(() if stacked or "layers" in row else ("pipe",))):
         entries = spread_axis(entries, shape, axis, degrees, layer_dims)
     for axis in also:
         # Collectives of NVIDIA gather and scatter the outermost dim in memory; for another one arrays are transposed.

@@ -44,14 +44,15 @@ from jaxtrain.models.shipped.shapes import (
 from jaxtrain.ops.attention.rules import visible_pairs
 
 _FLOPS_PER_MULTIPLY_ADD = 2
-_HEAD = 3
+_HEAD = 4
 # Top-level path of a model of transformer blocks -> number of its block, counted from the input. The table of relative
 # positions is used in every layer.
 _TRANSFORMER_BLOCKS = {
     **dict.fromkeys(("embedding", "positions", "token_types", "embedding_norm", "embedding_projection"), 0),
     **dict.fromkeys(("patches", "class_token"), 0),
-    **dict.fromkeys(("relative_positions", "blocks", "encoder", "image"), 1),
-    **dict.fromkeys(("output_norm", "decoder", "text"), 2),
+    **dict.fromkeys(("relative_positions", "leading"), 1),
+    **dict.fromkeys(("blocks", "encoder", "image"), 2),
+    **dict.fromkeys(("output_norm", "decoder", "text"), 3),
     **dict.fromkeys(("head", "output", "output_bias", "logit_scale"), _HEAD),
 }
 
@@ -91,8 +92,9 @@ def model_flops_per_row(
     the first term is 6 per matmul weight and token, the output layer included (tied or not); with E experts of which a
     token takes K, the weights are K m d f and d E of the router; the second is the attention scores and their product
     with the values over the P visible pairs of a query and a key: T^2, halved for causality, fewer with a window, and
-    the mean over layers where only some have one. A head of labels counts its layers, and where it has one output per
-    text, for one position.
+    the mean over layers where only some have one. Latent attention has the weights of its own kernels,
+    and k + v for 2 k of the scores, v being the width of values; blocks before those with experts count theirs. A head
+    of labels counts its layers, and where it has one output per text, for one position.
     A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
     p x p pixels of c channels, and 6 d per class. CLIP takes the sum of its two encoders, texts of full length.
     An encoder-decoder takes that of its encoder for S tokens and that of its decoder for T, and for each layer of the
@@ -219,12 +221,12 @@ def _stack_products(stack: Stack) -> dict[str, list[Product]]:
     if config.shared is not None:
         mlp += [matmul(f"shared/{name}", math.prod(one.kernel)) for name, one in mlp_shapes(config.shared).items()]
     attention = attention_shapes(config)
-    query_dim = math.prod(attention["query"].outputs)
+    query_dim, value_dim = math.prod(attention["query"].outputs), math.prod(attention["output"].inputs)
     # Scores and values are one product each over the pairs.
     pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
     found = {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
-        "scores": [Product(None, 2 * query_dim * pairs, block)],
+        "scores": [Product(None, (query_dim + value_dim) * pairs, block)],
         "mlp": [*mlp, *router],
     }
     if stack.memory_length is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.metrics.flops import structure_block
-from jaxtrain.models.shipped.shapes import Stack, Structure, mlp_shapes
+from jaxtrain.models.shipped.shapes import Stack, Structure, latent_width, mlp_shapes
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.optim import rules as update_slices
 from jaxtrain.optim.rules import num_slices, updates_elementwise
@@ -168,7 +168,7 @@ def _gathered(step: DeviceStep, unscattered: float) -> float:
             outside += min(size, one.itemsize) * whole
         else:
             # Of a stack one layer at a time, the next one on its way, and the gradient of one.
-            layers = one.shape[0] // degrees["pipe"]
+            layers = one.shape[0] // (degrees["pipe"] if one.stacked else 1)
             share = min(size, one.itemsize) * whole / layers * (3 if one.trained else 2)
             stacks[one.scan] = stacks.get(one.scan, 0.0) + share
     # One stack runs at a time.
@@ -179,7 +179,7 @@ def _largest_gradient(step: DeviceStep) -> float:
     """Bytes of the largest gradient before it is added to a sum: of a layer, or of a parameter outside the stacks."""
     degrees, found = step.degrees, dict[str, float]()
     for one in step.trained:
-        layers = 1 if one.scan is None else one.shape[0] / degrees["pipe"]
+        layers = 1 if one.scan is None else one.shape[0] / (degrees["pipe"] if one.stacked else 1)
         gradient = step.itemsize * local_size(one.shape, one.entries, degrees) / layers
         name = one.path if one.scan is None else one.scan
         found[name] = found.get(name, 0.0) + gradient
@@ -294,7 +294,8 @@ def _adapters(step: DeviceStep, structure: Structure) -> float:
     for stack in structure.stacks:
         own = [path for path in stored.adapters if path.startswith(f"{stack.path}/")]
         outputs = sum(math.prod(stored.tensors.params[f"{path}/lora_b"]) for path in own) / lora.rank
-        kept += step.itemsize * step.tokens(stack) * outputs / step.degrees["tensor"] / step.degrees["pipe"]
+        share = step.layers(stack) / stack.blocks.num_layers / step.degrees["tensor"]
+        kept += step.itemsize * step.tokens(stack) * outputs * share
     return kept
 
 
@@ -313,7 +314,8 @@ def _forward_block(step: DeviceStep, stack: Stack, index: int, kind: str) -> flo
     t, k = step.tokens(stack), model.head_width
     stream = size * t * model.embed_dim / (tensor if step.config.parallel.sequence_parallel else 1)
     scores = max(_scores(step, stack, index))
-    rows = 1.0 if step.experts is None else step.experts.rows
+    experts = None if model.experts is None else step.experts
+    rows = 1.0 if experts is None else experts.rows
     matrices = len(mlp_shapes(model))
     columns, score_bytes, streams = 2 * model.num_heads + 2 * model.kv_heads, _FP32 + size, _FORWARD_STREAMS
     if kind == "tpu":  # whose compiler fuses what stands between two matmuls into one of them
@@ -321,14 +323,15 @@ def _forward_block(step: DeviceStep, stack: Stack, index: int, kind: str) -> flo
     attention = size * t * columns * k / tensor + score_bytes * scores
     mlp = size * t * rows * matrices * model.mlp_width / tensor
     # Rows on their way to experts and back.
-    mlp += 0.0 if step.experts is None else 2 * size * t * rows * model.embed_dim
+    mlp += 0.0 if experts is None else 2 * size * t * rows * model.embed_dim
     return streams * stream + max(attention, mlp)
 
 
 def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
     """The activations of one stack, the `index`-th of the model, without those of a head."""
     model, degrees, size, remat = stack.blocks, step.degrees, step.itemsize, step.config.remat
-    tensor, experts, schedule = degrees["tensor"], step.experts, step.schedule
+    tensor, experts = degrees["tensor"], None if model.experts is None else step.experts
+    schedule = None if stack.is_leading else step.schedule
     t, d, heads, groups, k = step.tokens(stack), model.embed_dim, model.num_heads, model.kv_heads, model.head_width
     rows = 1.0 if experts is None else experts.rows
     shared = 0 if model.experts is None else (model.experts.shared_dim or 0)
@@ -345,7 +348,8 @@ def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
     # kernel names both.
     statistics = _FP32 * t * heads / tensor if kernel else 0.0
     named = size * t * heads * k / tensor + statistics if attention.keeps_output else 0.0
-    outputs = queries + size * t * (2 * d / residual + matrices * hidden)  # results of weight matmuls
+    # Results of weight matmuls.
+    outputs = queries + size * t * (2 * d / residual + matrices * hidden + latent_width(model))
     inner = size * t * (heads * k / tensor + 2 * hidden)
     if stack.memory_length is not None:
         memory = size * step.rows * stack.memory_length / degrees["context"]
@@ -380,7 +384,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
             block += _FP32 * here * (matrices + 1) * d * model.mlp_width / tensor
     if attention.name == "blockwise":
         block += 2 * _FP32 * t * groups * k / tensor  # sums of the gradients of keys and values
-    chunk = model.num_layers // degrees["pipe"] // (1 if schedule is None else schedule.num_chunks)
+    chunk = step.layers(stack) // (1 if schedule is None else schedule.num_chunks)
     moved *= chunk
     kept *= segment_layers(chunk).live if remat.policy == "sqrt" else chunk
     if schedule is not None:

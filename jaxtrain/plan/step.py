@@ -93,6 +93,10 @@ class DeviceStep:
         """Positions of one microbatch on one device in a stack."""
         return self.rows * stack.length / self.degrees["context"]
 
+    def layers(self, stack: Stack) -> int:
+        """Layers of a stack that one device runs; those of a leading one are all on the first stage of a pipeline."""
+        return stack.blocks.num_layers // (1 if stack.is_leading else self.degrees["pipe"])
+
 
 def with_degrees(config: Config, num_devices: int) -> Config:
     """The config with every degree a number.

@@ -116,7 +116,7 @@ def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float
     sent: list[Sent] = []
     model, label, tokens = stack.blocks, stack.label, step.tokens(stack)
     stream = size * tokens * model.embed_dim
-    layers = model.num_layers / degrees["pipe"] * step.microbatches
+    layers = step.layers(stack) * step.microbatches
     again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
     if degrees["tensor"] > 1:
         # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed; one more
@@ -137,7 +137,7 @@ def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float
         volume = layers * _exchanged_bytes(config, model, tokens, size, degrees, forwards)
         kind = "tokens to experts and back, gradients of other parameters"
         sent.append(Sent("expert", volume + summed("expert"), kind))
-    if schedule is not None:
+    if schedule is not None and not stack.is_leading:
         # Under 1F1B stages exchange in every tick.
         ticks = schedule.num_ticks if schedule.name == "1f1b" else step.microbatches * schedule.num_chunks
         sent.append(Sent("pipe", 2 * ticks * stream, "activations, their gradients"))

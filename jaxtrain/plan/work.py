@@ -27,7 +27,9 @@ from jaxtrain.models.shipped.shapes import (
     ResidualBlockShape,
     Stack,
     Structure,
+    attention_shapes,
     dense_layers,
+    latent_width,
     mlp_shapes,
     norm_names,
     resnet_stages,
@@ -159,18 +161,20 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
     model, degrees, remat = stack.blocks, step.degrees, step.config.remat
     tensor, size, t, d = degrees["tensor"], step.itemsize, step.tokens(stack), model.embed_dim
     h, g, k, f = model.num_heads, model.kv_heads, model.head_width, model.mlp_width
-    count = model.num_layers // degrees["pipe"] * step.microbatches
+    count = step.layers(stack) * step.microbatches
     # A stage keeps its inputs only and runs forward once more before its backward.
     again = 1.0 if degrees["pipe"] > 1 else 0.0
 
     def block(
         name: str, flops: float, moved: float, recomputed: float, *, linear: bool = False, label: str = stack.label
     ) -> BlockWork:
-        return BlockWork(f"{label}{name}", count, flops, moved, recomputed + again, stage=True, linear=linear)
+        stage = not stack.is_leading
+        return BlockWork(f"{label}{name}", count, flops, moved, recomputed + again, stage=stage, linear=linear)
 
     attention = step.attention[index]
-    weights = d * (2 * h + 2 * g) * k / tensor
-    streams = t * (2 * d + (2 * h + 2 * g) * k / tensor)
+    # Tensor parallelism shards heads, not latents, which are written and read.
+    weights = sum(math.prod(one.kernel) / (tensor if one.of_heads else 1) for one in attention_shapes(model).values())
+    streams = t * (2 * d + (2 * h + 2 * g) * k / tensor + 2 * latent_width(model))
     projected = recomputed_share(remat, matmul=True, names=("query", "key", "value", "attention_projection"))
     computed = t * stack.length * h / tensor * attention.computed
     score_bytes = size * t * (2 * h + 2 * g) * k / tensor + attention.score_bytes * computed
@@ -190,7 +194,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
         moved = size * (2 * h * t + 2 * g * s) * k / tensor + of_memory.score_bytes * crossed
         share = recomputed_share(remat, matmul=False, names=("attention_output",))
         blocks.append(block("cross-attention scores", 4 * crossed * k, moved, share))
-    experts, work = model.experts, step.experts
+    experts, work = model.experts, None if model.experts is None else step.experts
     assert (experts is None) == (work is None)
     rows, multiplied, kernels, router = 1.0, 1.0, 1.0, 0.0
     if experts is not None and work is not None:
@@ -217,7 +221,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
             numbers += _rounded_numbers(remat, mlp_weights, d + f / tensor, d + (matrices - 1) * f / tensor, t)
         # A block's backward pass counts twice its forward pass, which is all that there is here.
         moved = _ROUNDING_BYTES * numbers / (1 + _BACKWARD)
-        blocks.append(BlockWork(f"{stack.label}rounding to 8 bits", count, 0.0, moved, stage=True))
+        blocks.append(BlockWork(f"{stack.label}rounding to 8 bits", count, 0.0, moved, stage=not stack.is_leading))
     # A norm reads and writes the residual stream, and each of two sums reads both and writes: 10 passes with two norms,
     # 5 more with cross-attention. Then the rotation of queries and keys, their norms, and the nonlinearity.
     residual = tensor if step.config.parallel.sequence_parallel else 1
@@ -241,7 +245,8 @@ def _outer(step: DeviceStep, layer: OuterLayer) -> tuple[float, float]:
 
 
 def _embedding(step: DeviceStep, structure: Structure) -> BlockWork:
-    streams = [(step.tokens(one) * one.blocks.table_width, one.blocks) for one in structure.stacks]
+    stacks = [one for one in structure.stacks if not one.is_leading]
+    streams = [(step.tokens(one) * one.blocks.table_width, one.blocks) for one in stacks]
     # A look-up reads and writes, and so does a norm.
     looked_up = sum(numbers * (1 + (blocks.embedding_norm is True)) for numbers, blocks in streams)
     entry = [_outer(step, one) for one in structure.entry]
@@ -292,21 +297,23 @@ def _finetuning(step: DeviceStep, structure: Structure) -> list[BlockWork]:
     repeat = recomputed_share(step.config.remat, matmul=True) + (1.0 if degrees["pipe"] > 1 else 0.0)
     blocks: list[BlockWork] = []
     for stack in structure.stacks:
-        layers, t = stack.blocks.num_layers, step.tokens(stack)
-        count = layers // degrees["pipe"] * step.microbatches
+        layers, t, stage = stack.blocks.num_layers, step.tokens(stack), not stack.is_leading
+        count = step.layers(stack) * step.microbatches
         own = [path for path in stored.adapters if path.startswith(f"{stack.path}/")]
         factors = [math.prod(stored.tensors.params[f"{path}/{name}"]) for path in own for name in ("lora_a", "lora_b")]
         numbers = sum(factors) / layers / degrees["tensor"]
         if own:
             # An adapter of I inputs and O outputs has r (I + O) numbers; it reads and adds to t (I + O) activations.
             moved = numbers + t * (numbers / lora.rank + 2 * lora.rank * len(own))
-            blocks.append(BlockWork(f"{stack.label}adapters", count, 2 * t * numbers, size * moved, repeat, stage=True))
+            blocks.append(
+                BlockWork(f"{stack.label}adapters", count, 2 * t * numbers, size * moved, repeat, stage=stage)
+            )
         kernels = sum(n for path, n in stored.quantized.items() if path.startswith(f"{stack.path}/"))
         if kernels and base is not None:
             moved = kernels / layers / degrees["tensor"] * (_READ[base] + size)
             # Once for each product: of the inputs, of those again, and of the gradients.
             name = f"{stack.label}dequantization"
-            blocks.append(BlockWork(name, count, 0.0, moved, repeat, backward=1.0, stage=True))
+            blocks.append(BlockWork(name, count, 0.0, moved, repeat, backward=1.0, stage=stage))
     return blocks
 
 

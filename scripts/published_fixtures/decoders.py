@@ -120,6 +120,18 @@ _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.3, 1.7],
     "long_factor": [1.5, 3.0, 5.0], "original_max_position_embeddings": 16,
 }  # fmt: skip
+_DEEPSEEK_YARN = {**_YARN, "mscale": 1.5, "mscale_all_dim": 0.8}
+_DEEPSEEK = {
+    **_LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "rope_parameters": _DEEPSEEK_YARN,
+}  # fmt: skip
+_DEEPSEEK_MATTERS = (
+    {"routed_scaling_factor": 1.0}, {"num_experts_per_tok": 2}, {"rms_norm_eps": 0.1}, {"rope_parameters": _YARN},
+    {"rope_parameters": {**_DEEPSEEK_YARN, "mscale": 0.8}}, {"rope_parameters": {**_DEEPSEEK_YARN, "rope_theta": 10.0}},
+    {"rope_parameters": {**_DEEPSEEK_YARN, "mscale_all_dim": 1.5}},
+)  # fmt: skip
 _PARTIAL = {**_ROPE, "partial_rotary_factor": 0.5}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
@@ -359,5 +371,21 @@ FIXTURES = (
                                          rope_parameters={**_YARN, "truncate": False}),
         gradients=("model.layers.0.self_attn.sinks", "model.layers.1.mlp.experts.gate_up_proj_bias"),
         matters=({"num_experts_per_tok": 1}, {"sliding_window": 5}, {"layer_types": ["sliding_attention"] * 2}),
+    ),
+    Fixture(
+        "deepseek_v3", tf.DeepseekV3ForCausalLM,
+        tf.DeepseekV3Config(**_DEEPSEEK, q_lora_rank=7, n_group=4, topk_group=2, num_mtp_layers=0),
+        language_model, old=old_form,
+        gradients=("model.layers.0.self_attn.q_a_layernorm.weight", "model.layers.0.mlp.up_proj.weight",
+                   "model.layers.1.self_attn.kv_a_proj_with_mqa.weight", "model.layers.2.mlp.gate.weight",
+                   "model.layers.2.mlp.shared_experts.down_proj.weight"),
+        matters=(*_DEEPSEEK_MATTERS, {"topk_group": 4}, {"norm_topk_prob": False}, {"rope_interleave": False},
+                 {"n_group": 2, "topk_group": 1}),
+    ),
+    Fixture(
+        "deepseek_v2", tf.DeepseekV2ForCausalLM, tf.DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None), language_model,
+        gradients=("model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.kv_b_proj.weight",
+                   "model.layers.2.mlp.experts.3.down_proj.weight"),
+        matters=_DEEPSEEK_MATTERS, old=old_form,
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.model import TransformerConfig
+from jaxtrain.config.model import LatentConfig, TransformerConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.layers import scaled
 from jaxtrain.models.shipped.transformer import transformer
@@ -21,6 +21,11 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH))
 YARN = dict(kind="yarn", factor=4.0, original_length=64, beta_fast=4.0)
 LONGROPE = dict(kind="longrope", short_factors=(1, 1.5, 2), long_factors=(2, 4, 8))
 RELATIVE = dict(position="relative", relative_buckets=8, relative_max_distance=10)
+LATENT: dict[str, Any] = dict(
+    latent=dict(query_rank=5, key_value_rank=7, nope_dim=5, rope_dim=4, value_dim=3, norm_epsilon=0.1),
+    num_kv_heads=4,
+    head_dim=None,
+)
 ROWS: dict[str, dict[str, Any]] = {
     "gpt": dict(
         position="learned", max_sequence_length=LENGTH + 2, position_offset=2, norm="layernorm", bias=True,
@@ -42,6 +47,11 @@ ROWS: dict[str, dict[str, Any]] = {
         block="parallel_one_norm", norm="layernorm", qk_norm="per_head", rotary_interleaved=True, rotary_fraction=0.7,
         rope_layers=(1, 0), local_layers=dict(pattern=(1, 0), window=3),
     ),
+    "deepseek": dict(**LATENT, rope_scaling=YARN, rope_theta=50.0),
+    "latent keys and values": dict(
+        **LATENT | dict(latent=LATENT["latent"] | dict(query_rank=None)), rotary_interleaved=True,
+        local_layers=dict(pattern=(1, 0), window=3),
+    ),
     "gpt_j": dict(norm="layernorm", bias="mlp", norm_bias=True, output_bias=True, activation="gelu"),
     "longrope, long": dict(rope_scaling=dict(**LONGROPE, original_length=8), sliding_window=4),
     "modernbert": dict(
@@ -62,7 +72,19 @@ ROWS: dict[str, dict[str, Any]] = {
     "no positions": dict(position="none", local_layers=dict(pattern=(1, 0), window=3)),
 }  # fmt: skip
 # The others run under --all.
-PLAIN = ("gpt", "llama", "gemma", "olmo2", "gpt_oss", "cohere2", "yarn", "bert", "modernbert", "longrope, long")
+PLAIN = (
+    "gpt",
+    "llama",
+    "gemma",
+    "olmo2",
+    "gpt_oss",
+    "cohere2",
+    "deepseek",
+    "yarn",
+    "bert",
+    "modernbert",
+    "longrope, long",
+)
 
 
 def scrambled(params: Any) -> Any:
@@ -73,17 +95,24 @@ def scrambled(params: Any) -> Any:
 
 
 def normalized(
-    x: np.ndarray, params: Any, config: TransformerConfig, *, kind: str | None = None, axes: tuple[int, ...] = (-1,)
+    x: np.ndarray,
+    params: Any,
+    config: TransformerConfig | LatentConfig,
+    *,
+    kind: str | None = None,
+    axes: tuple[int, ...] = (-1,),
+    offset: int = 0,
 ) -> np.ndarray:
-    kind = kind or config.norm
+    if isinstance(config, TransformerConfig):
+        kind, offset = kind or config.norm, config.norm_offset
     centred = x - x.mean(axes, keepdims=True) if kind == "layernorm" else x
     y = centred / np.sqrt((centred**2).mean(axes, keepdims=True) + config.norm_epsilon)
-    y = y * (params["scale"] + config.norm_offset)
+    y = y * (params["scale"] + offset)
     return y + params["bias"] if "bias" in params else y
 
 
 def frequencies(config: TransformerConfig, local: bool) -> tuple[np.ndarray, float]:
-    dims = int(config.head_width * config.rotary_fraction)
+    dims = int(config.head_width * config.rotary_fraction) if config.latent is None else config.latent.rope_dim
     theta, scaling = config.rope_theta, config.rope_scaling
     if local and config.local_layers is not None and config.local_layers.rope_theta is not None:
         theta, scaling = config.local_layers.rope_theta, None
@@ -141,19 +170,41 @@ def bucket(distance: int, config: TransformerConfig) -> int:
     return first + min(exact + int(share * (count - exact)), count - 1)
 
 
+def of_latents(x_LD: np.ndarray, params: Any, config: TransformerConfig, latent: LatentConfig) -> Any:
+    """Queries, keys and values [L, H, .] of latents, rotated dims first; DeepSeek V2, equations 9 to 14."""
+
+    def normed(x_LR: np.ndarray, name: str) -> np.ndarray:
+        return normalized(x_LR, params[name], latent, kind="rmsnorm")
+
+    rank, nope = latent.key_value_rank, latent.nope_dim
+    c_LQ = x_LD
+    if latent.query_rank is not None:
+        c_LQ = normed(x_LD @ params["query_latent"]["kernel"], "query_latent_norm")
+    q_LHK = np.einsum("lq,qhk->lhk", c_LQ, params["query"]["kernel"])
+    beside_LR = x_LD @ params["key_value_latent"]["kernel"]
+    c_LR = normed(beside_LR[:, :rank], "key_value_latent_norm")
+    kv_LHK = np.einsum("lr,rhk->lhk", c_LR, params["key_value"]["kernel"])
+    rope_LHR = np.repeat(beside_LR[:, None, rank:], config.num_heads, axis=1)
+    q_LHK = np.concatenate([q_LHK[..., nope:], q_LHK[..., :nope]], -1)
+    return q_LHK, np.concatenate([rope_LHR, kv_LHK[..., :nope]], -1), kv_LHK[..., nope:]
+
+
 def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConfig, layer: int) -> np.ndarray:
     local = config.local_layers is not None and config.windows[layer] is not None
-    q_LHK, k_LGK, v_LGK = (
-        np.einsum("ld,dhk->lhk", x_LD, params[name]["kernel"]) + params[name].get("bias", 0)
-        for name in ("query", "key", "value")
-    )
+    if config.latent is not None:
+        q_LHK, k_LGK, v_LGK = of_latents(x_LD, params, config, config.latent)
+    else:
+        q_LHK, k_LGK, v_LGK = (
+            np.einsum("ld,dhk->lhk", x_LD, params[name]["kernel"]) + params[name].get("bias", 0)
+            for name in ("query", "key", "value")
+        )
     if config.qk_norm:
         kind = config.norm if config.qk_norm == "per_head" else "rmsnorm"
         axes = (-2, -1) if config.qk_norm == "whole" else (-1,)
         q_LHK = normalized(q_LHK, params["query_norm"], config, kind=kind, axes=axes)
         k_LGK = normalized(k_LGK, params["key_norm"], config, kind=kind, axes=axes)
     scale = config.attention_scale or 1 / math.sqrt(config.head_width)
-    out_LHK = np.zeros_like(q_LHK)
+    out_LHK = np.zeros((len(x_LD), config.num_heads, v_LGK.shape[-1]))
     for head in range(config.num_heads):
         group = head * config.kv_heads // config.num_heads
         for at in range(len(x_LD)):

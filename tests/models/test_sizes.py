@@ -115,6 +115,10 @@ TRANSFORMERS = {
     # Of the shapes; published as 9.4B and 32.6B.
     "glm4_9b": 9_400_279_040,
     "glm4_32b": 32_566_081_536,
+    # DeepSeek V3 without the layer that predicts the token after the next one.
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_419_200,
+    "moonlight_16b_a3b": 15_960_110_208,
     "qwen2_0.5b": 494_032_768,
     "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,

@@ -130,6 +130,8 @@ PAIRS = dict(
 TOWER = dict(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=32)
 EXPERTS = dict(num_experts=4, experts_per_token=1, load_balance_weight=0.5, router_z_weight=0.0)
 SHARED = dict(scores="sigmoid", score_bias=True, weights_scale=1.5, shared_dim=8)
+LEADING = dict(dense_layers=2, dense_dim=24)
+LATENT = dict(query_rank=8, key_value_rank=8, nope_dim=6, rope_dim=4, value_dim=8)
 
 CASES = {
     "biased experts": Case(
@@ -182,6 +184,7 @@ CASES = {
         ),
         plain_rows,
     ),
+    "latents": Case(dict(DECODER, num_kv_heads=4, latent=LATENT, experts={**EXPERTS, **SHARED, **LEADING}), plain_rows),
     # Real tokens alone count in the router's loss.
     "padded experts": Case(dict(DECODER, experts=EXPERTS), padded_rows),
     "masked": Case(dict(ENCODER, head=dict(kind="masked_language_model")), masked_rows, "masked_language_modeling"),
@@ -269,6 +272,9 @@ ROWS_OF_MODELS = [
     ("norm of embeddings", layout(fsdp=2, tensor=2, sp=True), "dots"),
     ("post", layout(fsdp=2, tensor=2), "dots"),
     ("relative", layout(pipe=2, tensor=2, schedule="interleaved_1f1b"), "full"),
+    ("latents", layout(fsdp=2, tensor=2, sp=True), "dots"),
+    ("latents", layout(pipe=2, fsdp=2, context=2), "none"),
+    ("latents", layout(data=2, expert=2, zero=2), "full"),
     ("longrope", layout(context=4, attention="ring"), "full"),
     ("longrope", layout(pipe=2, context=2), "none"),
     ("padded experts", layout(expert=2, data=2, zero=2), "none"),

@@ -7,6 +7,7 @@ from jaxtrain.config.model import (
     CLIPConfig,
     EncoderDecoderConfig,
     ExpertsConfig,
+    LatentConfig,
     MLPConfig,
     ResNetConfig,
     TransformerConfig,
@@ -91,6 +92,13 @@ MODELS = {
             bias=True,
             activation="clamped_swiglu",
             attention_sinks=True,
+        ),
+        TOKENS,
+    ),
+    "latents, blocks before those with experts": (
+        TransformerConfig(
+            experts=ExpertsConfig(dense_layers=2, dense_dim=20),
+            latent=LatentConfig(query_rank=40, key_value_rank=24, nope_dim=16, rope_dim=8, value_dim=12),
         ),
         TOKENS,
     ),

@@ -12,6 +12,7 @@ from jaxtrain.interop.families import (
     bert,
     clip,
     cohere,
+    deepseek,
     falcon,
     gemma,
     glm4,
@@ -47,7 +48,7 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
-        *(glm4.FAMILY, clip.FAMILY),
+        *(glm4.FAMILY, clip.FAMILY, deepseek.V3, deepseek.V2),
     )
 }
 

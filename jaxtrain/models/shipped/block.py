@@ -25,10 +25,10 @@ from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rot
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
+    attention_norm_shapes,
     attention_shapes,
     mlp_shapes,
     norm_names,
-    qk_norm_shapes,
 )
 from jaxtrain.ops.attention.reference import (
     BLOCK,
@@ -55,7 +55,7 @@ _CACHE_AXES = (None, "batch", "activation_kv_heads", None, None)
 
 def init_cache(config: TransformerConfig, batch: int, length: int, dtype: DTypeLike) -> Cache:
     """A cache of zeros, sharded as the keys and values of a batch are; of int8 each position of a head has a scale."""
-    shape = (config.num_layers, batch, config.kv_heads, length, config.head_width)
+    shape = (config.depth, batch, config.kv_heads, length, config.head_width)
     cache = {name: constrain(jnp.zeros(shape, dtype), *_CACHE_AXES) for name in ("key", "value")}
     if jnp.dtype(dtype) != jnp.int8:
         return cache
@@ -137,7 +137,7 @@ class Stddevs:
 
 def small_stddevs(config: TransformerConfig) -> Stddevs:
     """Those of GPT-2: the deeper the model, the smaller the outputs to the residual stream start (section 2.3)."""
-    out = INIT_STDDEV / math.sqrt(2 * config.num_layers)
+    out = INIT_STDDEV / math.sqrt(2 * config.depth)
     return Stddevs(INIT_STDDEV, INIT_STDDEV, out, INIT_STDDEV, out, INIT_STDDEV)
 
 
@@ -182,13 +182,14 @@ def block_norm(config: TransformerConfig, width: int | None = None) -> Norm:
     return Norm(width or config.embed_dim, kind=config.norm, bias=bias, epsilon=epsilon, offset=config.norm_offset)
 
 
-def _qk_norm(config: TransformerConfig, name: str) -> Norm | None:
-    """The norm of queries or keys, where the model has it."""
-    shape = qk_norm_shapes(config).get(name)
+def _inner_norm(config: TransformerConfig, name: str) -> Norm | None:
+    """A norm inside attention, where the model has it."""
+    shape = attention_norm_shapes(config).get(name)
     if shape is None:
         return None
     kind, over = config.norm if config.qk_norm == "per_head" else "rmsnorm", 2 if config.qk_norm == "whole" else 1
-    epsilon, offset = config.norm_epsilon, config.norm_offset
+    epsilon = config.norm_epsilon if config.latent is None else config.latent.norm_epsilon
+    offset = config.norm_offset
     return Norm(*shape.outputs, kind=kind, bias=False, epsilon=epsilon, offset=offset, over=over)
 
 
@@ -199,13 +200,16 @@ def _linear(config: TransformerConfig, name: str, shape: LinearShape, stddev: fl
 class Attention(nnx.Module):
     """Self-attention with grouped-query heads."""
 
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
-        shapes = attention_shapes(config)
-        self.query = _linear(config, "query", shapes["query"], stddevs.query, rngs)
-        self.key = _linear(config, "key", shapes["key"], stddevs.key_value, rngs)
-        self.value = _linear(config, "value", shapes["value"], stddevs.key_value, rngs)
-        self.output = _linear(config, "output", shapes["output"], stddevs.attention_output, rngs)
-        self.query_norm, self.key_norm = _qk_norm(config, "query_norm"), _qk_norm(config, "key_norm")
+        own = {"query": stddevs.query, "output": stddevs.attention_output}
+        for name, shape in attention_shapes(config).items():
+            setattr(self, name, _linear(config, name, shape, own.get(name, stddevs.key_value), rngs))
+        self.query_norm, self.key_norm = _inner_norm(config, "query_norm"), _inner_norm(config, "key_norm")
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.attention_sinks else None
         self.config = config
 
@@ -213,7 +217,7 @@ class Attention(nnx.Module):
         return None if self.sinks is None else self.sinks[...]
 
     def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, LayerCache | None]:
-        q_BLHK, k_BSGK, v_BSGK = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
+        q_BLHK, k_BSGK, v_BSGK = self.project(x_BLD)
         q_BLHK, k_BSGK = self._positioned(q_BLHK, k_BSGK, context)
         q_BLHK = checkpoint_name(constrain(q_BLHK, "batch", "sequence", "activation_heads", None), "query")
         k_BSGK = checkpoint_name(constrain(k_BSGK, "batch", "sequence", "activation_kv_heads", None), "key")
@@ -225,7 +229,15 @@ class Attention(nnx.Module):
             cache = cache.write(k_BSGK, v_BSGK, context.positions_BL)
             y_BLHK = self._attend_to_cache(q_BLHK, cache, context)
         y_BLHK = constrain(y_BLHK, "batch", "sequence", "activation_heads", None)
-        return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
+        return checkpoint_name(self.output(self.valued(y_BLHK)), "attention_projection"), cache
+
+    def project(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, of which the first `rotary_dims` are rotated."""
+        return self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
+
+    def valued(self, y_BLHK: jax.Array) -> jax.Array:
+        """The result of attention without what `project` filled values up with."""
+        return y_BLHK
 
     def _positioned(self, q_BLHK: jax.Array, k_BLGK: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Queries and keys with their norms, their positions and the scale of the scores."""
@@ -307,6 +319,37 @@ class Attention(nnx.Module):
         )
 
 
+class LatentAttention(Attention):
+    """Attention whose keys and values, and queries, are made of latents (DeepSeek-AI 2024, DeepSeek V2, 2.1)."""
+
+    query_latent: Linear
+    key_value_latent: Linear
+    key_value: Linear
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
+        super().__init__(config, rngs, stddevs)
+        assert config.latent is not None
+        self.latent = config.latent
+        self.query_latent_norm = _inner_norm(config, "query_latent_norm")
+        self.key_value_latent_norm = _inner_norm(config, "key_value_latent_norm")
+
+    def project(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys with the rotated dims first, and values with zeros up to the width of these."""
+        sizes, norm = self.latent, self.key_value_latent_norm
+        assert norm is not None
+        x_BLQ = x_BLD if self.query_latent_norm is None else self.query_latent_norm(self.query_latent(x_BLD))
+        q_nope, q_rope = jnp.split(self.query(x_BLQ), [sizes.nope_dim], axis=-1)
+        latent, k_rope = jnp.split(self.key_value_latent(x_BLD), [sizes.key_value_rank], axis=-1)
+        k_nope, v = jnp.split(self.key_value(norm(latent)), [sizes.nope_dim], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], sizes.rope_dim))
+        v_BLHK = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, self.config.head_width - sizes.value_dim)))
+        return jnp.concatenate([q_rope, q_nope], axis=-1), jnp.concatenate([k_rope, k_nope], axis=-1), v_BLHK
+
+    def valued(self, y_BLHK: jax.Array) -> jax.Array:
+        """The values' own dims."""
+        return y_BLHK[..., : self.latent.value_dim]
+
+
 class MLP(nnx.Module):
     """A nonlinearity between two linear layers, or one that a second linear layer gates."""
 
@@ -342,7 +385,7 @@ class Block(nnx.Module):
             return block_norm(config) if name in names else None
 
         self.attention_norm = norm("attention_norm")
-        self.attention = Attention(config, rngs, stddevs)
+        self.attention = (Attention if config.latent is None else LatentAttention)(config, rngs, stddevs)
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(config, rngs, stddevs) if config.experts is None else MoE(config, rngs)
         self.shared = None if config.shared is None else MLP(config.shared, rngs, stddevs)

@@ -79,7 +79,7 @@ class MoE(nnx.Module):
 
         self.up = kernel("up")
         self.gate = kernel("gate") if "gate" in shapes else None
-        self.down = kernel("down", INIT_STDDEV / math.sqrt(2 * config.num_layers))
+        self.down = kernel("down", INIT_STDDEV / math.sqrt(2 * config.depth))
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Route each token to its experts and add their outputs, weighted by the router; `real_BL`: no padding.

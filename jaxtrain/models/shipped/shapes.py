@@ -13,6 +13,7 @@ from jaxtrain.config.model import (
     GATED,
     CLIPConfig,
     EncoderDecoderConfig,
+    LatentConfig,
     MLPConfig,
     ModelConfig,
     ResNetConfig,
@@ -49,6 +50,11 @@ class LinearShape:
     def kernel(self) -> tuple[int, ...]:
         """Shape of the kernel."""
         return (*self.inputs, *self.outputs)
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether inputs or outputs are of heads."""
+        return "heads" in self.axes or "kv_heads" in self.axes
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,11 @@ class Tensors:
     axes: FamilyTable  # path -> logical axes; one that is left out is sharded by the default rule
     model_state: Shapes = field(default_factory=dict)  # path -> shape, float32 (batch statistics)
     stack: str | None = None  # top-level path of the layers that are stacked, for a model that can be pipelined
-    sides: tuple[str, ...] = ()  # paths of the stacks of a model that has several, one after the other
+    sides: tuple[str, ...] = ()  # paths of other stacks, which run one after the other
 
     def scan_of(self, path: str) -> str | None:
         """Returns the path of the stack that a parameter is in, whose layers are gathered one at a time; or None."""
-        stacks = self.sides if self.stack is None else (self.stack,)
+        stacks = self.sides if self.stack is None else (*self.sides, self.stack)
         return next((stack for stack in stacks if path.startswith(f"{stack}/")), None)
 
     @property
@@ -109,12 +115,33 @@ def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     """The linear layers of attention, by name."""
     width = (config.embed_dim,)
     queries, keys = (config.num_heads, config.head_width), (config.kv_heads, config.head_width)
+    if config.latent is not None:
+        return _latent_shapes(config, config.latent)
     return {
         "query": LinearShape(width, queries, ("embed", "heads", "head_dim")),
         "key": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
         "value": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
         "output": LinearShape(queries, width, ("heads", "head_dim", "embed")),
     }
+
+
+def _latent_shapes(config: TransformerConfig, latent: LatentConfig) -> dict[str, LinearShape]:
+    width, heads, rank = (config.embed_dim,), config.num_heads, (latent.key_value_rank,)
+    of_queries = width if latent.query_rank is None else (latent.query_rank,)
+    beside = (latent.key_value_rank + latent.rope_dim,)  # the part of keys that heads share
+    to_heads = ("embed", "heads", "head_dim")
+    of_stream = {} if latent.query_rank is None else {"query_latent": LinearShape(width, of_queries, ("embed", None))}
+    return of_stream | {
+        "query": LinearShape(of_queries, (heads, config.head_width), to_heads),
+        "key_value_latent": LinearShape(width, beside, ("embed", None)),
+        "key_value": LinearShape(rank, (heads, latent.nope_dim + latent.value_dim), to_heads),
+        "output": LinearShape((heads, latent.value_dim), width, ("heads", "head_dim", "embed")),
+    }
+
+
+def latent_width(config: TransformerConfig) -> int:
+    """Numbers per token that attention's linear layers give beside those of heads and of the residual stream."""
+    return sum(math.prod(one.outputs) for one in attention_shapes(config).values() if not one.of_heads)
 
 
 def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
@@ -132,8 +159,11 @@ def norm_names(config: TransformerConfig) -> tuple[str, ...]:
     return forms.get(config.block, inputs)
 
 
-def qk_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
-    """The scales of the norms of queries and keys, by name, as linear layers without inputs."""
+def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
+    """The scales of the norms inside attention, of queries and keys or of latents, as linear layers without inputs."""
+    if config.latent is not None:
+        ranks = {"query_latent_norm": config.latent.query_rank, "key_value_latent_norm": config.latent.key_value_rank}
+        return {name: LinearShape((), (rank,), (None,)) for name, rank in ranks.items() if rank is not None}
     if not config.qk_norm:
         return {}
     if config.qk_norm is True:
@@ -233,7 +263,8 @@ def model_tensors(
     match config:
         case TransformerConfig():
             assert vocab_size is not None
-            return _tensors(_transformer(config, vocab_size, num_outputs), stack="blocks")
+            rows = _transformer(config, vocab_size, num_outputs)
+            return _tensors(rows, stack="blocks", sides=() if config.leading is None else ("leading",))
         case EncoderDecoderConfig():
             assert vocab_size is not None
             return _tensors(_encoder_decoder(config, vocab_size), sides=("encoder/blocks", "decoder/blocks"))
@@ -249,7 +280,7 @@ def model_tensors(
         case _:
             assert isinstance(config, MLPConfig)
             assert num_outputs is not None
-            rows: Rows = {}
+            rows = {}
             for path, one in dense_layers(config, math.prod(input_shape), num_outputs).items():
                 rows |= _linear(path, one)
             return _tensors(rows)
@@ -283,7 +314,7 @@ def _stack(config: TransformerConfig) -> Rows:
         rows["relative_positions"] = ((config.relative_buckets, config.num_heads), (None, "heads"))
     for name in norm_names(config):
         rows |= _norm(f"blocks/{name}", config, layers=layers)
-    for name, one in qk_norm_shapes(config).items():
+    for name, one in attention_norm_shapes(config).items():
         rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
     if config.attention_sinks:
         rows["blocks/attention/sinks"] = ((layers, config.num_heads), ("layers", "heads"))
@@ -317,6 +348,10 @@ def _transformer(config: TransformerConfig, vocab_size: int, num_outputs: int | 
         rows |= _norm("embedding_norm", config, width=width)
     rows |= {} if projection is None else _linear("embedding_projection", projection)
     rows |= _stack(config)
+    for path, (shape, names) in _stack(config.leading).items() if config.leading is not None else ():
+        if path.startswith("blocks/"):
+            assert names is not None
+            rows[path.replace("blocks", "leading", 1)] = (shape, ("leading_layers", *names[1:]))
     if config.has_output_layer and not config.tie_embeddings:
         rows["output"] = ((config.output_width, vocab_size), ("embed", "vocab"))
     if config.has_output_layer and config.output_bias:
@@ -432,8 +467,12 @@ class Stack:
     @property
     def label(self) -> str:
         """The name of the stack for people, before a name: empty where a model has no other one."""
-        side, _, inner = self.path.partition("/")
-        return f"{side} " if inner else ""
+        return "" if self.path == "blocks" else f"{self.path.partition('/')[0]} "
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether it runs before the stack that a pipeline deals out, on the first stage."""
+        return self.path == "leading"
 
 
 @dataclass(frozen=True)
@@ -473,7 +512,8 @@ def structure_of(
             head += () if ids is None else (_vocabulary_layer(config, config.output_width, ids, length),)
             first, path = embedding_projection_shape(config), "embedding_projection/kernel"
             entry = () if first is None else (OuterLayer(path, config.table_width, config.embed_dim, length),)
-            return Structure((Stack("blocks", config, length),), entry, head, ids)
+            leading = () if config.leading is None else (Stack("leading", config.leading, length),)
+            return Structure((*leading, Stack("blocks", config, length)), entry, head, ids)
         case EncoderDecoderConfig():
             assert vocab_size is not None
             length = input_shape[0]

@@ -30,6 +30,7 @@ from jaxtrain.models.shipped.block import (
     init_cache,
     relative_bias,
     relative_table,
+    small_stddevs,
 )
 from jaxtrain.models.shipped.heads import (
     HeadInputs,
@@ -84,6 +85,7 @@ class Transformer(nnx.Module):
         self.relative_positions = relative_table(config, rngs)
         self.embedding_norm = block_norm(config, width) if config.embedding_norm is True else None
         self.embedding_projection = _projection(config, rngs)
+        self.leading = None if config.leading is None else _leading(config, config.leading, rngs)
         self.blocks = make_stack(lambda rngs: Block(config, rngs), config.num_layers, rngs)
         # After the last block of this form the residual stream is normalized already.
         self.output_norm = None if config.block == "post" else block_norm(config)
@@ -149,8 +151,12 @@ class Transformer(nnx.Module):
             return (x_BTD, own.arrays), None
 
         start = (self.embed({"tokens": tokens_BT, "positions": positions_BT}, None), cache)
-        kinds = _layer_kinds(config)
-        (x_BTD, cache), _ = scan_stack(self.blocks, call, start, path="blocks", remat=Remat(), per_layer=kinds)
+        kinds, first, remat = _layer_kinds(config), config.depth - config.num_layers, Remat()
+        if self.leading is not None:
+            start, _ = scan_stack(self.leading, call, start, path="leading", remat=remat)
+        (x_BTD, cache), _ = scan_stack(
+            self.blocks, call, start, path="blocks", remat=remat, per_layer=kinds, first_layer=first
+        )
         if only_B is not None:  # the vocabulary is what a prompt of many tokens would have no memory for
             x_BTD = jnp.take_along_axis(x_BTD, only_B[:, None, None], axis=1)
         logits = self.outputs(x_BTD, HeadInputs())
@@ -205,6 +211,11 @@ def _head(
             return PooledHead(config, labels, rngs)
 
 
+def _leading(config: TransformerConfig, leading: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The stack of the blocks before those with experts."""
+    return make_stack(lambda rngs: Block(leading, rngs, small_stddevs(config)), leading.num_layers, rngs)
+
+
 def _layer_kinds(config: TransformerConfig) -> _LayerKind | None:
     """Which layers are local, have rotary positions, and norm the embeddings, bool [num_layers]; None: all alike."""
     kinds: _LayerKind = {}
@@ -217,8 +228,10 @@ def _layer_kinds(config: TransformerConfig) -> _LayerKind | None:
     return kinds or None
 
 
-def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
-    """The residual stream before the first block, and what travels beside it; most models have nothing there."""
+def _embed(
+    config: TransformerConfig, module: Transformer, inputs: Any, key: jax.Array | None, train: bool, remat: Remat
+) -> Any:
+    """The residual stream before the main stack, and what travels beside it; most models have nothing there."""
     read = _read(inputs, config)
     tokens_BL, segments_BL = read["tokens"], read.get("segments")
     length, scaling = tokens_BL.shape[1], config.rope_scaling if config.position == "rotary" else None
@@ -240,6 +253,15 @@ def _embed(config: TransformerConfig, module: Transformer, inputs: Any, key: jax
     # Every stage of a pipeline needs it, and only the first has the table.
     bias_HW = relative_bias(module.relative_positions, config, length - 1)
     beside |= {} if bias_HW is None else {"bias": bias_HW}
+    if module.leading is not None:
+        context = Context(read["positions"], segments_BL, bias_HW=bias_HW)
+        layers_key = None if key is None else jax.random.fold_in(key, 2)
+
+        def call(block: Block, x_BLD: jax.Array, index: jax.Array, _: None) -> tuple[jax.Array, None]:
+            layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
+            return block(x_BLD, context, layer_key)[0], None
+
+        x_BLD, _ = scan_stack(module.leading, call, x_BLD, path="leading", remat=remat)
     return {"x": x_BLD, **beside} if beside else x_BLD
 
 
@@ -278,7 +300,7 @@ def transformer(
         return Transformer(config, vocabulary, labels, rngs)
 
     def embed(module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
-        return _embed(config, module, inputs, key, train)
+        return _embed(config, module, inputs, key, train, remat or Remat())
 
     def block(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, kind: _LayerKind | None = None
@@ -308,6 +330,7 @@ def transformer(
     return dataclasses.replace(
         built,
         decoder=_decoder(config, make) if predicts else None,
+        gathers_itself=("blocks",) if config.leading is None else ("leading", "blocks"),
         has_experts=config.experts is not None,
         vocab_size=vocabulary,
         num_outputs=vocabulary if config.has_output_layer else labels or config.embed_dim,
