@@ -131,7 +131,7 @@ def _tensors(model: Values) -> tuple[Row, ...]:
 def _keys(defaults: dict[str, Any], **ours: Any) -> tuple[Key, ...]:
     """Returns the keys of a family whose own keys have these defaults; `ours` are defaults by our names."""
     return (
-        *(key for key in decoder_keys(ours, mlp="moe_intermediate_size") if key.to != "head_dim"),
+        *(key for key in decoder_keys(ours, names=dict(mlp_dim="moe_intermediate_size")) if key.to != "head_dim"),
         *rope_keys(10000.0),
         *(own(name, default) for name, default in (_DEFAULTS | defaults).items()),
         *(fixed(name, False) for name in ("attention_bias", "mlp_bias")),
