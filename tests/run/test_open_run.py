@@ -182,7 +182,7 @@ def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
     assert run.classes == ("high", "low")
     other, reading = table("other.csv", 1), run.info["data"]["reading"]
     for use in (run.evaluate, run.predict):
-        with pytest.raises(DataError, match=r'other mean, deviation than.*reading=run.info\["data"\]\["reading"\]'):
+        with pytest.raises(DataError, match=r'mean, deviation of this data.*reading=run.info\["data"\]\["reading"\]'):
             use(jt.open_data({**other, "validation_fraction": 0}))
     rows = jt.open_data({**other, "validation_fraction": 0}, reading=reading)
     inputs = rows.train.gather(np.arange(40))["inputs"]
