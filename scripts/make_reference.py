@@ -291,13 +291,13 @@ def config_sections(group: type[BaseModel], path: str, kind: str, seen: set[type
     lines = [f"##{'#' * path.count('.')} {title}", ""]
     if path:
         lines += [_cell((group.__doc__ or "").partition("\n\n")[0]), ""]
-    lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    lines += ["| key | meaning | takes | default |", "|---|---|---|---|"]
     for key in walk(group, {}, prefix):
         # The title says the kind, and the groups inside follow.
         if (kind and key.path == f"{prefix}kind") or "." in key.path.removeprefix(prefix):
             continue
         default = key.default if key.default == "(required)" else value_text(key.default)
-        lines.append(f"| `{key.path}` | {_cell(key.type)} | {_cell(default)} | {_cell(key.doc)} |")
+        lines.append(f"| `{key.path}` | {_cell(key.doc)} | {_cell(key.type)} | {_cell(default)} |")
     yield "\n".join(lines)
     for name, field in group.model_fields.items():
         for inner_kind, inner in (members(field.annotation) | inner_members(field.annotation)).items():
