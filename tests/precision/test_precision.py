@@ -59,6 +59,7 @@ def test_casts_touch_floats_only():
         "n": np.ones(2, np.float32),
         "q": QuantizedKernel(jnp.ones((2, 2), jnp.int8), jnp.ones(2, jnp.float32)),
         "score_bias": jnp.ones(2, jnp.float32),
+        "logit_scale": jnp.float32(4.6),
         "none": None,
     }
     cast = cast_floats(tree, jnp.bfloat16)
@@ -72,6 +73,7 @@ def test_casts_touch_floats_only():
         "k": tree["k"].dtype,
         "n": jnp.bfloat16,
         "score_bias": jnp.float32,  # rounded, it would choose other experts
+        "logit_scale": jnp.float32,  # rounded, it would change the scale of CLIP by up to 1.6 %
     }
     assert cast["none"] is None
 
