@@ -319,11 +319,6 @@ class TransformerConfig(_Blocks):
         return super().head_width if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
 
     @property
-    def value_width(self) -> int:
-        """Width of a head's values; kernels and cache hold them with zeros up to `head_width`."""
-        return self.head_width if self.latent is None else self.latent.value_dim
-
-    @property
     def head_kind(self) -> str:
         """Kind of the head, with the default of `head` filled in."""
         return "language_model" if self.head is None else self.head.kind
