@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
-from jaxtrain.config.rope import AnyRope, Factors
+from jaxtrain.config.parts import AnyRope, Factors, LatentConfig, StateSpaceConfig, check_state_space
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
 from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
@@ -158,23 +158,6 @@ class ExpertsConfig(Group):
         return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
 
 
-class LatentConfig(Group):
-    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
-
-    query_rank: PositiveInt | None = None
-    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
-    key_value_rank: PositiveInt
-    """Width of the vector that a token's keys and values are made of."""
-    nope_dim: PositiveInt
-    """Dims of a head's queries and keys without positions."""
-    rope_dim: PositiveInt
-    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
-    value_dim: PositiveInt
-    """Dims of a head's values."""
-    norm_epsilon: Ratio = 1e-6
-    """Added to the variance in the norms of these vectors."""
-
-
 class LocalLayers(Group):
     """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
 
@@ -312,11 +295,18 @@ class TransformerConfig(_Blocks):
     """Layers with sliding-window attention between layers with full attention; null: all layers are alike."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, whose head_dim is nope_dim + rope_dim (DeepSeek V2); null: attention."""
+    state_space: StateSpaceConfig | None = None
+    """A state space in the place of attention and MLP (Mamba 2); null: attention and an MLP."""
 
     @property
     def head_width(self) -> int:
         """Width of a head's queries and keys."""
         return super().head_width if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP or of each expert; 0 in a block without one."""
+        return super().mlp_width if self.state_space is None else 0
 
     @property
     def head_kind(self) -> str:
@@ -418,6 +408,8 @@ class TransformerConfig(_Blocks):
         for reason, is_so in refused.items():
             if is_so:
                 raise ValueError(reason)
+        if self.state_space is not None:
+            check_state_space(self, self.state_space, self.num_heads)
         return self
 
     def _latent_fits(self, latent: LatentConfig) -> bool:

@@ -11,7 +11,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.errors import explain
 from jaxtrain.config.model import CLIPConfig, EncoderDecoderConfig, ModelConfig, TransformerConfig, ViTConfig
-from jaxtrain.config.rope import LongRope
+from jaxtrain.config.parts import LongRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, UnknownFamily, family_of, read_settings
@@ -88,7 +88,7 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
     if isinstance(model, EncoderDecoderConfig):
         settings |= dict(num_decoder_layers=model.decoder_layers)
     if isinstance(model, TransformerConfig | EncoderDecoderConfig):
-        settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
+        settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width or None)
     if isinstance(model, TransformerConfig):
         settings |= dict(norm_bias=model.norms_have_biases)
     if isinstance(model, TransformerConfig) and isinstance(model.rope_scaling, LongRope):

@@ -93,7 +93,9 @@ def model_flops_per_row(
     token takes K, the weights are K m d f and d E of the router; the second is the attention scores and their product
     with the values over the P visible pairs of a query and a key: T^2, halved for causality, fewer with a window, and
     the mean over layers where only some have one. Latent attention has the weights of its own kernels,
-    and k + v for 2 k of the scores, v being the width of values; blocks before those with experts count theirs. A head
+    and k + v for 2 k of the scores, v being the width of values; blocks before those with experts count theirs. A state
+    space (Mamba 2) has its kernels and no MLP, and 12 L h k N T for its scores: each token is written to a state of
+    k x N numbers a head, and reads it; its convolution is not counted. A head
     of labels counts its layers, and where it has one output per text, for one position.
     A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
     p x p pixels of c channels, and 6 d per class. CLIP takes the sum of its two encoders, texts of full length.
@@ -224,9 +226,12 @@ def _stack_products(stack: Stack) -> dict[str, list[Product]]:
     query_dim, value_dim = math.prod(attention["query"].outputs), math.prod(attention["output"].inputs)
     # Scores and values are one product each over the pairs.
     pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
+    scores = (query_dim + value_dim) * pairs
+    if config.state_space is not None:
+        scores = 2 * value_dim * config.state_space.state_dim * length * layers
     found = {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
-        "scores": [Product(None, (query_dim + value_dim) * pairs, block)],
+        "scores": [Product(None, scores, block)],
         "mlp": [*mlp, *router],
     }
     if stack.memory_length is None:

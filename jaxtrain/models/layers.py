@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.config.rope import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
+from jaxtrain.config.parts import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.rope import longrope_factor
 from jaxtrain.models.initializers import Initializer

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import TransformerConfig
+from jaxtrain.config.parts import StateSpaceConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Structure
@@ -79,7 +80,7 @@ def attention_work(config: Config, model: TransformerConfig, target: Target, len
 
 def attention_forms(model: TransformerConfig) -> dict[AttentionForm, int]:
     """The kinds of attention that a model's layers have, with the number of layers of each."""
-    learned = (model.position == "relative", model.attention_sinks)
+    learned = (model.position == "relative", model.attention_sinks, model.state_space is not None)
     forms = [AttentionForm(model.causal, window, model.attention_softcap, *learned) for window in model.windows]
     return dict(Counter(forms))
 
@@ -138,6 +139,8 @@ def _whole_sequence(
     config: Config, model: TransformerConfig, form: AttentionForm, target: Target, length: int
 ) -> AttentionWork:
     """Attention of whole sequences on one device, by the kernel that the step would run there."""
+    if model.state_space is not None:
+        return _state_space(model.state_space, model, length, _SCORE_BYTES[target.hardware.kind])
     hardware, visible = target.hardware, {"causal": form.causal, "window": form.window}
     nvidia = hardware.vendor == "nvidia"
     case = AttentionCase(
@@ -160,6 +163,15 @@ def _whole_sequence(
         pairs = pairs_at_once(length, block, **visible)
         return AttentionWork(name, computed_share(length, block, **visible), pairs, score_bytes, True)
     return AttentionWork(name, 1.0, length * length, score_bytes, False, again=0.0)
+
+
+def _state_space(said: StateSpaceConfig, model: TransformerConfig, length: int, score_bytes: float) -> AttentionWork:
+    """A state space by chunks as the attention that multiplies as much: scores of a chunk, and a state of N numbers."""
+    chunk, width, states = min(said.chunk, length), model.head_width, said.state_dim
+    # Scores are products of the groups; values, writing a state and reading it are of the heads.
+    products = chunk * (states * said.groups / model.num_heads + width) + 2 * width * states
+    computed = products / (2 * width * length)
+    return AttentionWork("state space", computed, chunk**2, score_bytes * chunk / length / computed, False, again=1.0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.metrics.flops import structure_block
-from jaxtrain.models.shipped.shapes import Stack, Structure, latent_width, mlp_shapes
+from jaxtrain.models.shipped.shapes import Stack, Structure, latent_width, mlp_shapes, norm_names
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.optim import rules as update_slices
 from jaxtrain.optim.rules import num_slices, updates_elementwise
@@ -217,7 +217,7 @@ _FORWARD_STREAMS = 3
 # And those that remat "none" keeps of each norm and the sum beside it. The two norms of a parallel block begin alike,
 # and count as one.
 _NORM_STREAMS = 4
-_NORMS = {"sandwich": 4, "parallel": 1, "parallel_one_norm": 1}
+_NORMS = {"parallel": 1}
 # Float32 arrays of whole logits that XLA for CPUs has at once, whatever the compute dtype: those, their exponentials
 # and their gradient. Other compilers fuse them into one of the compute dtype.
 _LOGITS_OF_CPU = 3
@@ -337,7 +337,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
     shared = 0 if model.experts is None else (model.experts.shared_dim or 0)
     hidden = (rows * model.mlp_width + shared) / tensor
     matrices = len(mlp_shapes(model)) - 1
-    norms = _NORMS.get(model.block, 2) + (stack.memory_length is not None)
+    norms = _NORMS.get(model.block, len(norm_names(model))) + (stack.memory_length is not None)
     residual = tensor if step.config.parallel.sequence_parallel else 1
     attention, (scores, crossed) = step.attention[index], _scores(step, stack, index)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.layout.rules import stage_over_data
-from jaxtrain.models.shipped.shapes import Stack
+from jaxtrain.models.shipped.shapes import Stack, mlp_shapes
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.experts.rows import round_rows
 from jaxtrain.plan.layers import attention_forms, context_way, in_manual_region
@@ -121,7 +121,7 @@ def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float
     if degrees["tensor"] > 1:
         # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed; one more
         # after cross-attention.
-        sums = 3 if stack.memory_length is not None else 2
+        sums = 1 + bool(mlp_shapes(model)) + (stack.memory_length is not None)
         count = sums * again + sums
         volume = layers * count * 2 * stream * (degrees["tensor"] - 1) / degrees["tensor"]
         sent.append(Sent("tensor", volume, f"{label}residual stream, {count} all-reduces per layer"))

@@ -125,7 +125,7 @@ def _backward_passes(step: DeviceStep) -> dict[str, float]:
 
     def mean(products: Sequence[Product]) -> float:
         passes = sum(one.multiply_adds * backward_passes(one, trained, lowest) for one in products)
-        return passes / sum(one.multiply_adds for one in products)
+        return passes / (sum(one.multiply_adds for one in products) or 1)
 
     if step.structure is not None:
         of = structure_products(step.structure)
@@ -211,7 +211,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
     moved = size * (mlp_weights * kernels + rows * t * (2 * d + matrices * f / tensor))
     moved += size * (shared_weights + t * (2 * d + matrices * shared / tensor)) if shared else 0
     if experts is None:
-        blocks.append(block("MLP", mlp_flops, moved, share, linear=True))
+        blocks += [block("MLP", mlp_flops, moved, share, linear=True)] if matrices else []
     else:
         blocks.append(block("experts", mlp_flops + router, moved, share, label=""))
     if step.config.precision.policy == "fp8":
@@ -223,9 +223,10 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
         moved = _ROUNDING_BYTES * numbers / (1 + _BACKWARD)
         blocks.append(BlockWork(f"{stack.label}rounding to 8 bits", count, 0.0, moved, stage=not stack.is_leading))
     # A norm reads and writes the residual stream, and each of two sums reads both and writes: 10 passes with two norms,
-    # 5 more with cross-attention. Then the rotation of queries and keys, their norms, and the nonlinearity.
+    # 5 more with cross-attention, 5 fewer without an MLP. Then the rotation of queries and keys, their norms, and the
+    # nonlinearity.
     residual = tensor if step.config.parallel.sequence_parallel else 1
-    passes = (6 + 2 * len(norm_names(model)) + 5 * crosses) * d / residual
+    passes = (3 * (1 + bool(matrices)) + 2 * len(norm_names(model)) + 5 * crosses) * d / residual
     rotated = (6 if model.qk_norm else 4) * (h + g) * k / tensor
     moved = size * t * (passes + rotated + 3 * rows * f / tensor)
     return [*blocks, block("norms, residual, activation", 0.0, moved, recomputed_share(remat, matmul=False))]

@@ -388,4 +388,14 @@ FIXTURES = (
                    "model.layers.2.mlp.experts.3.down_proj.weight"),
         matters=_DEEPSEEK_MATTERS, old=old_form,
     ),
+    Fixture(
+        "mamba2", tf.Mamba2ForCausalLM,
+        tf.Mamba2Config(vocab_size=VOCABULARY, hidden_size=12, num_hidden_layers=2, num_heads=4, head_dim=6, n_groups=2,
+                        state_size=5, conv_kernel=3, chunk_size=8, tie_word_embeddings=False, **_NO_ENDS),
+        language_model, length=21,
+        gradients=("backbone.layers.0.mixer.in_proj.weight", "backbone.layers.1.mixer.A_log",
+                   "backbone.layers.0.mixer.conv1d.weight", "backbone.layers.0.mixer.dt_bias",
+                   "backbone.layers.1.mixer.norm.weight", "backbone.layers.0.mixer.D"),
+        matters=({"layer_norm_epsilon": 0.1}, {"time_step_limit": [0.0, 0.5]}),
+    ),
 )  # fmt: skip

@@ -42,7 +42,7 @@ ROWS = {
     **dict.fromkeys(("phi", "gptj", "opt", "falcon", "falcon_7b"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "olmo3", "granite", "smollm3"), PLAIN),
     **dict.fromkeys(("gpt_oss", "deepseek_v3", "deepseek_v2"), PLAIN),
-    **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4"), PLAIN),
+    **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4", "mamba2"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("modernbert_mlm", "modernbert_sequence", "modernbert_token"), ENCODER),
     **dict.fromkeys(("electra_mlm", "electra_sequence", "electra_token", "electra_discriminator"), ENCODER),

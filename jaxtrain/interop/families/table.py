@@ -22,6 +22,7 @@ from jaxtrain.interop.families import (
     gptj,
     granite,
     llama,
+    mamba2,
     modernbert,
     olmo,
     opt,
@@ -48,7 +49,7 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
-        *(glm4.FAMILY, clip.FAMILY, deepseek.V3, deepseek.V2),
+        *(glm4.FAMILY, clip.FAMILY, deepseek.V3, deepseek.V2, mamba2.FAMILY),
     )
 }
 

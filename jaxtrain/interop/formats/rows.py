@@ -179,6 +179,12 @@ def patches(width: int, channels: int, size: int) -> Transform:
     return _whole([(width,), (channels,), (size,), (size,)], (2, 3, 1, 0), (3, 1))
 
 
+def depthwise(width: int, *channels: int) -> Transform:
+    """Theirs [channels, 1, width] (a convolution of each channel by itself) -> ours [width, *channels]."""
+    dims = len(channels)
+    return _whole([channels, (1,), (width,)], (dims, *range(dims)), (1,) * (dims + 1), ((dims, 0),))
+
+
 def block(part: Transform, *, dim: int, start: int, of: int) -> Transform:
     """A part, from `start` on, of a tensor that holds several one after the other along `dim`, of size `of`."""
     theirs = tuple(of if at == dim else size for at, size in enumerate(part.theirs))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -27,9 +28,11 @@ from jaxtrain.models.shipped.shapes import (
     LinearShape,
     attention_norm_shapes,
     attention_shapes,
+    convolution_shapes,
     mlp_shapes,
     norm_names,
 )
+from jaxtrain.ops.attention.context import choose_context
 from jaxtrain.ops.attention.reference import (
     BLOCK,
     CachedKeys,
@@ -43,6 +46,7 @@ from jaxtrain.ops.attention.reference import (
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.ops.elementwise import GATED
+from jaxtrain.ops.state_space import StateInputs, causal_convolution, document_numbers, state_space
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -350,6 +354,77 @@ class LatentAttention(Attention):
         return y_BLHK[..., : self.latent.value_dim]
 
 
+class Convolution(nnx.Module):
+    """A causal convolution of each channel by itself, and SiLU; its kernel is [W, *channels]."""
+
+    def __init__(self, shape: LinearShape, rngs: nnx.Rngs):
+        stddev = (3 * shape.inputs[0]) ** -0.5  # the variance that torch draws
+        self.kernel = nnx.Param(normal(stddev)(rngs.params(), shape.kernel, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(shape.outputs, jnp.float32))
+
+    def __call__(self, x: jax.Array, documents_BL: jax.Array) -> jax.Array:
+        return causal_convolution(x, self.kernel[...], self.bias[...], documents_BL)
+
+
+class StateSpace(nnx.Module):
+    """The mixer of Mamba 2 in the place of attention: its C, B and x are query, key and value (Dao and Gu 2024, 7.1)."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    gate: Linear
+    step: Linear
+    output: Linear
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, stddevs: Stddevs):
+        assert config.state_space is not None
+        own = {"output": stddevs.attention_output}
+        for name, shape in attention_shapes(config).items():
+            setattr(self, name, _linear(config, name, shape, own.get(name, stddevs.query), rngs))
+        for name, shape in convolution_shapes(config).items():
+            setattr(self, name, Convolution(shape, rngs))
+        # Heads of all decays from 1 to 16 and of all steps from 0.001 to 0.1, which meet in no order.
+        heads, order = config.num_heads, np.random.default_rng(0).permutation(config.num_heads)
+        steps = np.geomspace(0.001, 0.1, heads)[order]
+        self.log_decay = nnx.Param(jnp.asarray(np.log(np.linspace(1, 16, heads)), jnp.float32))
+        self.step_bias = nnx.Param(jnp.asarray(np.log(np.expm1(steps)), jnp.float32))
+        self.skip = nnx.Param(jnp.ones((heads,), jnp.float32))
+        self.norm = Norm(*attention_norm_shapes(config)["norm"].outputs, kind="rmsnorm", bias=False, epsilon=0.0)
+        self.config, self.groups, self.chunk = config, config.state_space.groups, config.state_space.chunk
+
+    def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, None]:
+        assert context.cache is None, "a model with a state space has no decoder"
+        layout, config = current_layout(), self.config
+        if layout is not None and layout.degree("context") > 1:
+            choose_context(layout, config.num_heads, config.num_heads, AttentionForm(state=True))
+        documents_BL = document_numbers(context.segments_BL, *x_BLD.shape[:2])
+        axes = ("batch", "sequence", "activation_heads", None)
+        query, key, value = (
+            checkpoint_name(self._convolved(name, x_BLD, documents_BL, axis), name)
+            for name, axis in (("query", None), ("key", None), ("value", "activation_heads"))
+        )
+        bias_H, decay_H = self.step_bias[...], -jnp.exp(self.log_decay[...])
+        step_BLH = jax.nn.softplus(self.step(x_BLD).astype(jnp.float32) + bias_H[None, None])
+        inputs = StateInputs(query, key, value, step_BLH, decay_H)
+        y_BLHK = state_space(inputs, documents_BL, chunk=self.chunk)
+        y_BLHK = y_BLHK + value * self.skip[...].astype(value.dtype)[None, None, :, None]
+        y_BLHK = checkpoint_name(constrain(y_BLHK, *axes), "attention_output")
+        y_BLHK = self._normalized(y_BLHK, constrain(self.gate(x_BLD), *axes))
+        return checkpoint_name(self.output(y_BLHK), "attention_projection"), None
+
+    def _convolved(self, name: str, x_BLD: jax.Array, documents_BL: jax.Array, axis: str | None) -> jax.Array:
+        projected = constrain(getattr(self, name)(x_BLD), "batch", "sequence", axis, None)
+        return getattr(self, f"{name}_conv")(projected, documents_BL)
+
+    def _normalized(self, y_BLHK: jax.Array, gate_BLHK: jax.Array) -> jax.Array:
+        """The RMSNorm of each group of heads, after the gate, in float32."""
+        y = y_BLHK.astype(jnp.float32) * jax.nn.silu(gate_BLHK.astype(jnp.float32))
+        groups = y.reshape(*y.shape[:2], self.groups, -1)
+        groups = groups * jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + self.config.norm_epsilon)
+        y = groups.reshape(y.shape) * self.norm.scale[...].astype(jnp.float32)[None, None]
+        return y.astype(y_BLHK.dtype)
+
+
 class MLP(nnx.Module):
     """A nonlinearity between two linear layers, or one that a second linear layer gates."""
 
@@ -375,6 +450,13 @@ class MLP(nnx.Module):
         return product(gate(x_BLD), up_BLF)
 
 
+def _mixer(config: TransformerConfig) -> type[Attention | StateSpace]:
+    """What takes the place of attention."""
+    if config.state_space is not None:
+        return StateSpace
+    return Attention if config.latent is None else LatentAttention
+
+
 class Block(nnx.Module):
     """Attention and an MLP (or experts), added to the residual stream in the order of `TransformerConfig.block`."""
 
@@ -385,9 +467,10 @@ class Block(nnx.Module):
             return block_norm(config) if name in names else None
 
         self.attention_norm = norm("attention_norm")
-        self.attention = (Attention if config.latent is None else LatentAttention)(config, rngs, stddevs)
+        self.attention = _mixer(config)(config, rngs, stddevs)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(config, rngs, stddevs) if config.experts is None else MoE(config, rngs)
+        mlp = MLP(config, rngs, stddevs) if mlp_shapes(config) and config.experts is None else None
+        self.mlp = mlp if config.experts is None else MoE(config, rngs)
         self.shared = None if config.shared is None else MLP(config.shared, rngs, stddevs)
         self.attention_output_norm, self.mlp_output_norm = norm("attention_output_norm"), norm("mlp_output_norm")
         self.dropout, self.residual_scale = config.dropout, config.residual_scale
@@ -403,6 +486,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Routing | None, LayerCache | None]:
         keys = (None, None) if key is None else jax.random.split(key)
         attended_BLD, cache = self.attend(x_BLD, context, keys[0])
+        if self.mlp is None:
+            return attended_BLD, None, cache
         mlp_input_BLD = x_BLD if self.form in ("parallel", "parallel_one_norm") else attended_BLD
         x_BLD, routing = self.feed(attended_BLD, mlp_input_BLD, keys[1], context.segments_BL)
         return x_BLD, routing, cache
@@ -434,6 +519,7 @@ class Block(nnx.Module):
                 routing = Routing.of(*routed)
                 y_BLD = y_BLD if self.shared is None else y_BLD + self.shared(inner_BLD)
             else:
+                assert self.mlp is not None
                 y_BLD = self.mlp(inner_BLD)
             x_BLD = self._added(x_BLD, y_BLD, key, self.mlp_norm, self.mlp_output_norm)
         return x_BLD, routing

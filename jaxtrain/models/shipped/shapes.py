@@ -111,12 +111,22 @@ class Tensors:
         return sum(map(math.prod, self.params.values()))
 
 
+CONVOLVED = ("query", "key", "value")
+"""What a causal convolution sums over neighbours before a state space."""
+
+
 def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
-    """The linear layers of attention, by name."""
+    """The linear layers of attention, or of the state space in its place, by name."""
     width = (config.embed_dim,)
     queries, keys = (config.num_heads, config.head_width), (config.kv_heads, config.head_width)
     if config.latent is not None:
         return _latent_shapes(config, config.latent)
+    if config.state_space is not None:
+        shared = LinearShape(width, (config.state_space.groups, config.state_space.state_dim), ("embed", None, None))
+        value = LinearShape(width, queries, ("embed", "heads", "head_dim"))
+        step = LinearShape(width, (config.num_heads,), ("embed", "heads"))
+        output = LinearShape(queries, width, ("heads", "head_dim", "embed"))
+        return {"query": shared, "key": shared, "value": value, "gate": value, "step": step, "output": output}
     return {
         "query": LinearShape(width, queries, ("embed", "heads", "head_dim")),
         "key": LinearShape(width, keys, ("embed", "kv_heads", "head_dim")),
@@ -144,8 +154,18 @@ def latent_width(config: TransformerConfig) -> int:
     return sum(math.prod(one.outputs) for one in attention_shapes(config).values() if not one.of_heads)
 
 
+def convolution_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
+    """The convolutions of a state space, each of its channels by itself, by name."""
+    if config.state_space is None:
+        return {}
+    of, width = attention_shapes(config), (config.state_space.conv_width,)
+    return {f"{name}_conv": LinearShape(width, of[name].outputs, (None, *of[name].axes[1:])) for name in CONVOLVED}
+
+
 def mlp_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
-    """The linear layers of a block's MLP, or of one of its experts, by name."""
+    """The linear layers of a block's MLP, or of one of its experts, by name; none in a block with a state space."""
+    if config.state_space is not None:
+        return {}
     width, hidden = (config.embed_dim,), (config.mlp_width,)
     up = LinearShape(width, hidden, ("embed", "mlp"))
     gate = {"gate": up} if config.activation in GATED else {}
@@ -156,6 +176,8 @@ def norm_names(config: TransformerConfig) -> tuple[str, ...]:
     """The norms of a block: of the inputs of attention and MLP, or of the sums after them, and of their outputs."""
     inputs, outputs = ("attention_norm", "mlp_norm"), ("attention_output_norm", "mlp_output_norm")
     forms = {"sandwich": inputs + outputs, "output": outputs, "parallel_one_norm": inputs[:1]}
+    if config.state_space is not None:
+        return inputs[:1]
     return forms.get(config.block, inputs)
 
 
@@ -164,6 +186,8 @@ def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     if config.latent is not None:
         ranks = {"query_latent_norm": config.latent.query_rank, "key_value_latent_norm": config.latent.key_value_rank}
         return {name: LinearShape((), (rank,), (None,)) for name, rank in ranks.items() if rank is not None}
+    if config.state_space is not None:
+        return {"norm": LinearShape((), (config.num_heads, config.head_width), ("heads", "head_dim"))}
     if not config.qk_norm:
         return {}
     if config.qk_norm is True:
@@ -171,6 +195,13 @@ def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     heads = LinearShape((), (config.num_heads, config.head_width), ("heads", "head_dim"))
     groups = LinearShape((), (config.kv_heads, config.head_width), ("kv_heads", "head_dim"))
     return {"query_norm": heads, "key_norm": groups}
+
+
+def per_head(config: TransformerConfig) -> tuple[str, ...]:
+    """The parameters of attention, or of a state space, that are one number a head."""
+    if config.state_space is not None:
+        return ("log_decay", "step_bias", "skip")
+    return ("sinks",) if config.attention_sinks else ()
 
 
 def router_shape(config: TransformerConfig) -> LinearShape:
@@ -316,8 +347,10 @@ def _stack(config: TransformerConfig) -> Rows:
         rows |= _norm(f"blocks/{name}", config, layers=layers)
     for name, one in attention_norm_shapes(config).items():
         rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
-    if config.attention_sinks:
-        rows["blocks/attention/sinks"] = ((layers, config.num_heads), ("layers", "heads"))
+    for name in per_head(config):
+        rows[f"blocks/attention/{name}"] = ((layers, config.num_heads), ("layers", "heads"))
+    for name, one in convolution_shapes(config).items():
+        rows |= _linear(f"blocks/attention/{name}", one, layers=layers)
     for name, one in attention_shapes(config).items():
         rows |= _linear(f"blocks/attention/{name}", one, bias=config.has_bias(name), layers=layers)
     if config.experts is not None:

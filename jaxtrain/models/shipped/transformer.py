@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.config.rope import LongRope
+from jaxtrain.config.parts import LongRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
@@ -325,8 +325,9 @@ def transformer(
         name=config.size or "transformer",
         per_layer=_layer_kinds(config),
     )
-    # An encoder predicts no next token, and neither does another head.
-    predicts = config.causal and config.head_kind == "language_model"
+    # An encoder predicts no next token, and neither does another head. A cache holds what each position has, which a
+    # state space does not.
+    predicts = config.causal and config.head_kind == "language_model" and config.state_space is None
     return dataclasses.replace(
         built,
         decoder=_decoder(config, make) if predicts else None,

@@ -23,6 +23,7 @@ class AttentionForm:
         softcap: scores become softcap * tanh(scores / softcap) before the mask (Gemma 2); None: as they are.
         relative: a bias by the distance of key and query is added to the scores (T5; see `distance_bias`).
         sinks: each head's softmax counts one more, learned score, whose value is 0 (gpt-oss).
+        state: there is no softmax: a state space passes its state from token to token (Mamba 2).
     """
 
     causal: bool = True
@@ -30,6 +31,7 @@ class AttentionForm:
     softcap: float | None = None
     relative: bool = False
     sinks: bool = False
+    state: bool = False
 
 
 CAUSAL = AttentionForm()
@@ -277,8 +279,8 @@ class ContextCase:
 def _problem(name: str, case: ContextCase) -> str | None:
     """Why a way cannot be taken; None: it can."""
     heads, parts, use = case.num_heads, case.head_parts, "use all_to_all, gather or auto"
-    if case.form.relative or case.form.sinks:
-        key = "model.position=relative" if case.form.relative else "model.attention_sinks"
+    lacks = {"position=relative": case.form.relative, "attention_sinks": case.form.sinks, "state_space": case.form.state}
+    for key in (f"model.{name}" for name, is_so in lacks.items() if is_so):
         return (
             f"parallel.context={case.context} shards the sequence, which {key} does not support; "
             "use parallel.context=1 with fsdp or tensor in its place"

@@ -1,0 +1,140 @@
+"""The state space of Mamba 2: as a recurrence, and by chunks of tokens; and the causal convolution before it.
+
+    state_t = exp(decay step_t) state_{t-1} + step_t value_t key_t^T        y_t = state_t query_t
+
+The state [K, N] of a head begins with zeros at the first token of a document, which padding is too. Source: Dao and Gu
+2024, "Transformers are SSMs" (arXiv 2405.21060), with their x, B, C as value, key, query: equation 1 is the recurrence
+and section 6 the form by chunks. Inside a chunk tokens see each other as in attention with scores that decay (equation
+6); a state passes from chunk to chunk. Steps, decays and states are float32, as are the sums of the products.
+
+Shapes: B batch, L length, Q tokens of a chunk, G groups, R heads of a group, H = G x R heads, K head_dim, N state_dim.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class StateInputs(NamedTuple):
+    """What a state space reads.
+
+    Attributes:
+        query, key: [B, L, G, N] of any float dtype: what reads the state (C), and what is written to it (B).
+        value: [B, L, H, K] of the same dtype: x.
+        step: float32 [B, L, H], positive.
+        decay: float32 [H], negative: A.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    step: Array
+    decay: Array
+
+
+def document_numbers(segments_BL: Array | None, batch: int, length: int) -> Array:
+    """How many borders of documents stand up to each token, int32 [B, L]; each change of `segments` is one."""
+    if segments_BL is None:
+        return jnp.zeros((batch, length), jnp.int32)
+    changes = segments_BL[:, 1:] != segments_BL[:, :-1]
+    return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
+
+
+def causal_convolution(x: Array, kernel: Array, bias: Array, documents_BL: Array) -> Array:
+    """SiLU of a sum over the last W tokens of the document, each channel by itself.
+
+    Args:
+        x: [B, L, *C].
+        kernel, bias: [W, *C], whose last entry is of the token itself, and [*C].
+        documents_BL: of `document_numbers`.
+
+    Returns:
+        The shape and dtype of x; sums are float32.
+    """
+    width, length = kernel.shape[0], x.shape[1]
+    total = jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
+    for back in range(width):
+        earlier = [(0, 0), (back, 0), *[(0, 0)] * (x.ndim - 2)]
+        same = documents_BL == jnp.pad(documents_BL, earlier[:2], constant_values=-1)[:, :length]
+        shifted = jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), jnp.pad(x, earlier)[:, :length], 0)
+        weights = jnp.broadcast_to(kernel[width - 1 - back].astype(jnp.float32), x.shape)
+        total = total + shifted.astype(jnp.float32) * weights
+    return jax.nn.silu(total).astype(x.dtype)
+
+
+def _no_state(given: StateInputs) -> Array:
+    """Zeros float32 [B, G, R, K, N], derived from the inputs, so that in `jax.shard_map` they vary over its axes."""
+    value_BGRK = given.value[:, 0].reshape(given.key.shape[0], given.key.shape[2], -1, given.value.shape[-1])
+    like = jnp.einsum("bgn,bgrk->bgrkn", given.key[:, 0], value_BGRK)
+    return jnp.where(like == like, jnp.float32(0), jnp.float32(0))
+
+
+def reference_state_space(given: StateInputs, documents_BL: Array) -> Array:
+    """The recurrence, token by token: float32 [B, L, H, K]."""
+    batch, groups, heads, width = given.key.shape[0], given.key.shape[2], *given.value.shape[2:]
+    same_BL = documents_BL == jnp.pad(documents_BL, ((0, 0), (1, 0)), mode="edge")[:, :-1]
+
+    def advance(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        query, key, value, step, same = token
+        keep = jnp.exp(given.decay * step) * same[:, None]
+        written = (step[..., None] * value).reshape(batch, groups, -1, width)
+        state = state * keep.reshape(batch, groups, -1)[..., None, None]
+        state = state + jnp.einsum("bgn,bgrk->bgrkn", key, written)
+        return state, jnp.einsum("bgn,bgrkn->bgrk", query, state).reshape(batch, heads, width)
+
+    floats = [x.astype(jnp.float32) for x in (given.query, given.key, given.value, given.step)]
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (*floats, same_BL))
+    return jnp.moveaxis(jax.lax.scan(advance, _no_state(given), tokens)[1], 0, 1)
+
+
+def state_space(given: StateInputs, documents_BL: Array, *, chunk: int) -> Array:
+    """The same by chunks of tokens, as products of matrices: [B, L, H, K] in the dtype of `value`.
+
+    One chunk is in memory at a time; the backward pass keeps the states between chunks, and computes the rest again.
+    """
+    batch, length = documents_BL.shape
+    chunk = min(chunk, length)
+    padding = -length % chunk
+
+    def chunks(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
+
+    body = jax.checkpoint(functools.partial(_chunk, decay_H=given.decay), prevent_cse=False)
+    arrays = tuple(chunks(x) for x in (given.query, given.key, given.value, given.step, documents_BL))
+    _, y = jax.lax.scan(body, (_no_state(given), documents_BL[:, 0]), arrays)
+    return jnp.moveaxis(y, 0, 1).reshape(batch, length + padding, *given.value.shape[2:])[:, :length]
+
+
+def _chunk(
+    carry: tuple[Array, Array], tokens: tuple[Array, ...], *, decay_H: Array
+) -> tuple[tuple[Array, Array], Array]:
+    """The outputs of a chunk [B, Q, H, K], and the state and the document after it."""
+    (state_BGRKN, before_B), (query, key, value, step, documents_BQ) = carry, tokens
+    (batch, chunk, groups, _), dtype = key.shape, value.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def grouped(x: Array) -> Array:
+        return jnp.moveaxis(x, 1, -1).reshape(batch, groups, -1, chunk)
+
+    step_BGRQ, total_BGRQ = grouped(step), grouped(jnp.cumsum(step * decay_H[None, None], axis=1))
+    value_BQGRK = value.reshape(batch, chunk, groups, -1, value.shape[-1])
+    # What a token reads of each earlier one in the chunk.
+    sees_BQS = (documents_BQ[:, :, None] == documents_BQ[:, None]) & jnp.tril(jnp.ones((chunk, chunk), bool))[None]
+    decays = total_BGRQ[..., None] - total_BGRQ[..., None, :]
+    decays = jnp.exp(jnp.where(sees_BQS[:, None, None], decays, -jnp.inf))
+    scores = product("bqgn,bsgn->bgqs", query, key)[:, :, None] * decays * step_BGRQ[..., None, :]
+    y_BQGRK = product("bgrqs,bsgrk->bqgrk", scores.astype(dtype), value_BQGRK)
+    # What it reads of the state before the chunk.
+    kept = jnp.exp(total_BGRQ) * (documents_BQ == before_B[:, None])[:, None, None]
+    read = product("bqgn,bgrkn->bqgrk", query, state_BGRKN.astype(dtype))
+    y_BQGRK = y_BQGRK + read * jnp.moveaxis(kept, 3, 1)[..., None]
+    # What the chunk leaves of that state, and adds to it.
+    last_B = documents_BQ[:, -1]
+    added = jnp.exp(total_BGRQ[..., -1:] - total_BGRQ) * step_BGRQ * (documents_BQ == last_B[:, None])[:, None, None]
+    written = (value_BQGRK * jnp.moveaxis(added, 3, 1)[..., None]).astype(dtype)
+    state_BGRKN = state_BGRKN * kept[..., -1, None, None] + product("bsgn,bsgrk->bgrkn", key, written)
+    return (state_BGRKN, last_B), y_BQGRK.reshape(value.shape).astype(dtype)
