@@ -17,7 +17,7 @@ class StateSpaceConfig(Group):
     """Numbers that a head keeps of the earlier tokens, for each of the head_dim numbers of its input."""
     groups: PositiveInt = 1
     """Number of groups of heads that share what is written to the state and read from it (B and C)."""
-    conv_width: PositiveInt = 4
+    conv_width: Annotated[int, Field(ge=2, le=64)] = 4
     """Tokens, up to the own one, that the causal convolution before the state sums over."""
     chunk: PositiveInt = 256
     """Tokens that are multiplied as in attention, between two states; it changes the speed, and no result."""

@@ -140,6 +140,8 @@ class Decoder:
         short_length: longest cache whose positions are those of short texts (longrope); None: all lengths are alike.
         deferred: `decode` that gives `DeferredLogits` in place of logits, for callers that need few of them. None:
             `decode` computes all.
+        keeps_positions: whether a cache has what every position wrote; False: one state per text, to which tokens are
+            added in their order and which a token at position 0 begins again.
     """
 
     init_cache: Callable[[int, int, Any], Any]
@@ -150,6 +152,7 @@ class Decoder:
     short_length: int | None = None
     prefill: Callable[[Params, jax.Array, jax.Array, Any], tuple[jax.Array, Any]] | None = None
     deferred: Callable[[Params, jax.Array, jax.Array, Any], tuple[DeferredLogits, Any]] | None = None
+    keeps_positions: bool = True
 
 
 @dataclass(frozen=True)

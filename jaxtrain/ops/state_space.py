@@ -65,6 +65,24 @@ def causal_convolution(x: Array, kernel: Array, bias: Array, documents_BL: Array
     return jax.nn.silu(total).astype(x.dtype)
 
 
+def after_tail(x: Array, tail: Array, documents_BL: Array, real_BL: Array) -> tuple[Array, Array, Array]:
+    """Put the last tokens before it in front of x: [B, W + L, *C], their documents, and the tail after it.
+
+    Args:
+        x: [B, L, *C].
+        tail: [B, W, *C], zeros where there was no token of the document.
+        documents_BL: of which 0 continues the document of the tail.
+        real_BL: bool, the tokens that count, which come first.
+    """
+    width = tail.shape[1]
+    x = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
+    documents = jnp.pad(documents_BL, ((0, 0), (width, 0)))
+    at_BW = jnp.sum(real_BL, axis=1, keepdims=True) + jnp.arange(width)[None]
+    found = jnp.take_along_axis(documents, at_BW, axis=1)
+    at, same = (y.reshape(*y.shape, *[1] * (x.ndim - 2)) for y in (at_BW, found == found[:, -1:]))
+    return x, documents, jnp.where(same, jnp.take_along_axis(x, at, axis=1), 0).astype(tail.dtype)
+
+
 def _no_state(given: StateInputs) -> Array:
     """Zeros float32 [B, G, R, K, N], derived from the inputs, so that in `jax.shard_map` they vary over its axes."""
     value_BGRK = given.value[:, 0].reshape(given.key.shape[0], given.key.shape[2], -1, given.value.shape[-1])
@@ -90,23 +108,36 @@ def reference_state_space(given: StateInputs, documents_BL: Array) -> Array:
     return jnp.moveaxis(jax.lax.scan(advance, _no_state(given), tokens)[1], 0, 1)
 
 
-def state_space(given: StateInputs, documents_BL: Array, *, chunk: int) -> Array:
-    """The same by chunks of tokens, as products of matrices: [B, L, H, K] in the dtype of `value`.
+def state_space(
+    given: StateInputs, documents_BL: Array, *, chunk: int, state: Array | None = None
+) -> tuple[Array, Array]:
+    """The same by chunks of tokens, as products of matrices; the backward pass keeps the states between chunks alone.
 
-    One chunk is in memory at a time; the backward pass keeps the states between chunks, and computes the rest again.
+    Args:
+        given: what it reads; a step of 0 leaves the state as it is.
+        documents_BL: of `document_numbers`.
+        chunk: tokens that are in memory at a time.
+        state: float32 [B, H, K, N] before the first token, of document 0; None: zeros.
+
+    Returns:
+        [B, L, H, K] in the dtype of `value`, and the state after the last token.
     """
     batch, length = documents_BL.shape
     chunk = min(chunk, length)
     padding = -length % chunk
 
     def chunks(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+        # The document of the last token, so that the state after it stays.
+        x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)], mode="edge" if x.ndim == 2 else "constant")
         return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
 
+    before = _no_state(given)
+    before = before if state is None else before + state.reshape(before.shape)
     body = jax.checkpoint(functools.partial(_chunk, decay_H=given.decay), prevent_cse=False)
     arrays = tuple(chunks(x) for x in (given.query, given.key, given.value, given.step, documents_BL))
-    _, y = jax.lax.scan(body, (_no_state(given), documents_BL[:, 0]), arrays)
-    return jnp.moveaxis(y, 0, 1).reshape(batch, length + padding, *given.value.shape[2:])[:, :length]
+    (after, _), y = jax.lax.scan(body, (before, documents_BL[:, 0] * 0), arrays)
+    y = jnp.moveaxis(y, 0, 1).reshape(batch, length + padding, *given.value.shape[2:])[:, :length]
+    return y, after.reshape(batch, *given.value.shape[2:], -1)
 
 
 def _chunk(

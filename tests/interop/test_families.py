@@ -123,10 +123,10 @@ def test_logits_and_gradient(name):
 
 
 # One of each way in which a cache is filled: experts, windows, local layers, layers without positions, factors, learned
-# places, places after an offset, sinks, a bias of the logits, latents and two stacks, two sequences.
+# places, places after an offset, sinks, a bias of the logits, latents and two stacks, two sequences, a state.
 ANSWERS = (
     *("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "cohere2", "gpt2", "opt", "gpt_oss", "phi"),
-    *("deepseek_v3", "t5"),
+    *("deepseek_v3", "t5", "mamba2"),
 )
 
 

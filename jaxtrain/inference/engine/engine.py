@@ -66,10 +66,11 @@ class Slot:
             so that a prompt that begins with them need not be read again.
         text: prompt and answer so far.
         order: number of the request that has the row, or had it last.
+        rewinds: whether a part of what is cached can be kept; else all of it or nothing.
     """
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, *, rewinds: bool = True):
+        self.index, self.rewinds = index, rewinds
         self.ticket: Ticket | None = None
         self.cached: list[int] = []
         self.text: list[int] = []
@@ -97,7 +98,8 @@ def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
     """Count the tokens of a prompt that a row has: all but the last, whose logits are needed, at most."""
     pairs = enumerate(zip(slot.cached, tokens, strict=False))
     shared = next((at for at, (one, other) in pairs if one != other), min(len(slot.cached), len(tokens)))
-    return min(shared, len(tokens) - 1)
+    shared = min(shared, len(tokens) - 1)
+    return shared if slot.rewinds or shared == len(slot.cached) else 0
 
 
 def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
@@ -111,7 +113,7 @@ class Scheduler:
 
     def __init__(self, programs: Programs, waiting: deque[Ticket]):
         self._programs, self.waiting = programs, waiting
-        self._slots = [Slot(index) for index in range(programs.slots)]
+        self._slots = [Slot(index, rewinds=programs.keeps_positions) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
         self._orders = 0
         self.counters = EngineCounters()

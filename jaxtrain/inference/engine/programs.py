@@ -265,6 +265,7 @@ class Programs:
         decoder = sharded_model.model.decoder
         assert decoder is not None
         self._model, self.slots, self.chunk = sharded_model, slots, chunk
+        self.keeps_positions = decoder.keeps_positions
         dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
         self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
         # Once, and not in every step, which would read the parameters as they are stored.

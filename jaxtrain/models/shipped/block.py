@@ -20,11 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.config.model import TransformerConfig
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, rotate, scaled
+from jaxtrain.models.model import NOWHERE
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
+    CONVOLVED,
     LinearShape,
     attention_norm_shapes,
     attention_shapes,
@@ -46,7 +49,7 @@ from jaxtrain.ops.attention.reference import (
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.ops.elementwise import GATED
-from jaxtrain.ops.state_space import StateInputs, causal_convolution, document_numbers, state_space
+from jaxtrain.ops.state_space import StateInputs, after_tail, causal_convolution, document_numbers, state_space
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -59,11 +62,24 @@ _CACHE_AXES = (None, "batch", "activation_kv_heads", None, None)
 
 def init_cache(config: TransformerConfig, batch: int, length: int, dtype: DTypeLike) -> Cache:
     """A cache of zeros, sharded as the keys and values of a batch are; of int8 each position of a head has a scale."""
+    if config.state_space is not None:
+        return _init_states(config, batch, dtype)
     shape = (config.depth, batch, config.kv_heads, length, config.head_width)
     cache = {name: constrain(jnp.zeros(shape, dtype), *_CACHE_AXES) for name in ("key", "value")}
     if jnp.dtype(dtype) != jnp.int8:
         return cache
     return cache | {f"{name}_scale": constrain(jnp.ones(shape[:-1]), *_CACHE_AXES[:-1]) for name in cache}
+
+
+def _init_states(config: TransformerConfig, batch: int, dtype: DTypeLike) -> Cache:
+    """The states of all layers, float32 [N, B, H, K, state_dim], and what their convolutions saw last, of zeros."""
+    assert config.state_space is not None
+    if jnp.dtype(dtype) == jnp.int8:
+        raise ConfigError("cache_dtype='int8' is of keys and values, but the model keeps float32 states; leave it out")
+    lead, tails = (config.depth, batch), convolution_shapes(config).items()
+    cache = {name: jnp.zeros((*lead, one.inputs[0] - 1, *one.outputs), dtype) for name, one in tails}
+    state = jnp.zeros((*lead, config.num_heads, config.head_width, config.state_space.state_dim), jnp.float32)
+    return cache | {"state": constrain(state, None, "batch", "activation_heads", None, None)}
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +107,14 @@ class LayerCache:
                 arrays[f"{name}_scale"] = constrain(scales, *_CACHE_AXES[:-1])
             arrays[name] = constrain(arrays[name].at[at].set(new_BLGK.astype(dtype)), *_CACHE_AXES)
         return LayerCache(arrays, self.layer)
+
+    def of_layer(self, name: str) -> jax.Array:
+        """All that the layer has of an array."""
+        return jax.lax.dynamic_index_in_dim(self.arrays[name], self.layer, keepdims=False)
+
+    def replaced(self, name: str, new: jax.Array) -> "LayerCache":
+        """The cache with another array of the layer."""
+        return LayerCache(self.arrays | {name: self.arrays[name].at[self.layer].set(new)}, self.layer)
 
     def read(self, name: str, start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array | None]:
         """Some keys or values of the layer [B, G, size, K], and the scales [B, G, size] that multiply them, if any."""
@@ -392,29 +416,35 @@ class StateSpace(nnx.Module):
         self.norm = Norm(*attention_norm_shapes(config)["norm"].outputs, kind="rmsnorm", bias=False, epsilon=0.0)
         self.config, self.groups, self.chunk = config, config.state_space.groups, config.state_space.chunk
 
-    def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, None]:
-        assert context.cache is None, "a model with a state space has no decoder"
-        layout, config = current_layout(), self.config
+    def __call__(self, x_BLD: jax.Array, context: Context) -> tuple[jax.Array, LayerCache | None]:
+        layout, config, cache, positions_BL = current_layout(), self.config, context.cache, context.positions_BL
         if layout is not None and layout.degree("context") > 1:
             choose_context(layout, config.num_heads, config.num_heads, AttentionForm(state=True))
         documents_BL = document_numbers(context.segments_BL, *x_BLD.shape[:2])
-        axes = ("batch", "sequence", "activation_heads", None)
-        query, key, value = (
-            checkpoint_name(self._convolved(name, x_BLD, documents_BL, axis), name)
-            for name, axis in (("query", None), ("key", None), ("value", "activation_heads"))
-        )
+        if cache is not None:  # a text begins at position 0, whatever the row held before
+            documents_BL = jnp.cumsum((positions_BL == 0).astype(jnp.int32), axis=1)
+        axes, convolved = ("batch", "sequence", "activation_heads", None), list[jax.Array]()
+        for name in CONVOLVED:
+            axis, convolution, documents = axes[2] if name == "value" else None, f"{name}_conv", documents_BL
+            x = constrain(getattr(self, name)(x_BLD), "batch", "sequence", axis, None)
+            if cache is not None:
+                tail = cache.of_layer(convolution)
+                x, documents, tail = after_tail(x, tail, documents_BL, positions_BL < NOWHERE)
+                cache = cache.replaced(convolution, tail)
+            x = getattr(self, convolution)(x, documents)[:, -x_BLD.shape[1] :]
+            convolved.append(checkpoint_name(x, name))
         bias_H, decay_H = self.step_bias[...], -jnp.exp(self.log_decay[...])
         step_BLH = jax.nn.softplus(self.step(x_BLD).astype(jnp.float32) + bias_H[None, None])
-        inputs = StateInputs(query, key, value, step_BLH, decay_H)
-        y_BLHK = state_space(inputs, documents_BL, chunk=self.chunk)
-        y_BLHK = y_BLHK + value * self.skip[...].astype(value.dtype)[None, None, :, None]
+        state = None
+        if cache is not None:
+            state, step_BLH = cache.of_layer("state"), jnp.where((positions_BL < NOWHERE)[..., None], step_BLH, 0)
+        inputs = StateInputs(*convolved, step_BLH, decay_H)
+        y_BLHK, state = state_space(inputs, documents_BL, chunk=self.chunk, state=state)
+        cache = None if cache is None else cache.replaced("state", state)
+        y_BLHK = y_BLHK + inputs.value * self.skip[...].astype(y_BLHK.dtype)[None, None, :, None]
         y_BLHK = checkpoint_name(constrain(y_BLHK, *axes), "attention_output")
         y_BLHK = self._normalized(y_BLHK, constrain(self.gate(x_BLD), *axes))
-        return checkpoint_name(self.output(y_BLHK), "attention_projection"), None
-
-    def _convolved(self, name: str, x_BLD: jax.Array, documents_BL: jax.Array, axis: str | None) -> jax.Array:
-        projected = constrain(getattr(self, name)(x_BLD), "batch", "sequence", axis, None)
-        return getattr(self, f"{name}_conv")(projected, documents_BL)
+        return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
 
     def _normalized(self, y_BLHK: jax.Array, gate_BLHK: jax.Array) -> jax.Array:
         """The RMSNorm of each group of heads, after the gate, in float32."""

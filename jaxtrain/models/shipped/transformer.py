@@ -19,7 +19,7 @@ from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import Linear, dropout, scaled
-from jaxtrain.models.model import Decoder, DrawsByRow, Model, Params
+from jaxtrain.models.model import NOWHERE, Decoder, DrawsByRow, Model, Params
 from jaxtrain.models.shipped.block import (
     RESIDUAL,
     Block,
@@ -169,13 +169,13 @@ class Transformer(nnx.Module):
         def chunk(start: jax.Array | int, tokens_BC: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             """Logits of the last token of each row that has it in the chunk."""
             positions_BC = start + jnp.broadcast_to(jnp.arange(tokens_BC.shape[1]), tokens_BC.shape)
+            positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, NOWHERE)
             last_B = jnp.clip(lengths_B - 1 - start, 0, tokens_BC.shape[1] - 1)
             logits, cache = self.decode(tokens_BC, positions_BC, cache, only_B=last_B)
             return logits.logits()[:, 0].astype(jnp.float32), cache
 
         if prompts_BP.shape[1] <= PREFILL_CHUNK:
             return chunk(0, prompts_BP, cache)
-        # What is padded here stands behind every prompt, at positions that are overwritten or that do not exist.
         padded_BP = jnp.pad(prompts_BP, ((0, 0), (0, -prompts_BP.shape[1] % PREFILL_CHUNK)))
 
         def advance(number: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
@@ -325,9 +325,8 @@ def transformer(
         name=config.size or "transformer",
         per_layer=_layer_kinds(config),
     )
-    # An encoder predicts no next token, and neither does another head. A cache holds what each position has, which a
-    # state space does not.
-    predicts = config.causal and config.head_kind == "language_model" and config.state_space is None
+    # An encoder predicts no next token, and neither does another head.
+    predicts = config.causal and config.head_kind == "language_model"
     return dataclasses.replace(
         built,
         decoder=_decoder(config, make) if predicts else None,
@@ -357,4 +356,5 @@ def _decoder(config: TransformerConfig, make: Any) -> Decoder:
         short_length=scaling.original_length if isinstance(scaling, LongRope) else None,
         prefill=lambda params, *given: module(params).prefill(*given),
         deferred=lambda params, *given: module(params).decode(*given),
+        keeps_positions=config.state_space is None,
     )
