@@ -153,6 +153,11 @@ class ExpertsConfig(Group):
     """Weight of the loss that keeps the router's logits small."""
 
     @property
+    def normalizes(self) -> bool:
+        """Whether the weights of a token's experts sum to 1, before their factor."""
+        return self.experts_per_token > 1 if self.normalize_weights is None else self.normalize_weights
+
+    @property
     def groups_fit(self) -> bool:
         """Whether the groups are equal, and hold two experts each and those of a token."""
         size, rest = divmod(self.num_experts, self.groups)

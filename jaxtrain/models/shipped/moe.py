@@ -71,7 +71,7 @@ class MoE(nnx.Module):
         said = config.experts
         self.score_bias = nnx.Param(jnp.zeros(router.outputs, jnp.float32)) if said.score_bias else None
         sigmoid, groups = said.scores == "sigmoid", (said.groups, said.groups_per_token)
-        self.rule = RouteRule(sigmoid, said.normalize_weights, said.weights_scale, *groups)
+        self.rule = RouteRule(sigmoid, said.normalizes, said.weights_scale, *groups)
 
         def kernel(name: str, stddev: float = INIT_STDDEV) -> Kernel:
             bias = (experts, *shapes[name].outputs) if has_bias else None
