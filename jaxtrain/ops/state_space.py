@@ -43,8 +43,9 @@ def document_numbers(segments_BL: Array | None, batch: int, length: int) -> Arra
     return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def causal_convolution(x: Array, kernel: Array, bias: Array, documents_BL: Array) -> Array:
-    """SiLU of a sum over the last W tokens of the document, each channel by itself.
+    """SiLU of a sum over the last W tokens of the document, each channel by itself; the backward pass keeps x alone.
 
     Args:
         x: [B, L, *C].
@@ -63,6 +64,15 @@ def causal_convolution(x: Array, kernel: Array, bias: Array, documents_BL: Array
         weights = jnp.broadcast_to(kernel[width - 1 - back].astype(jnp.float32), x.shape)
         total = total + shifted.astype(jnp.float32) * weights
     return jax.nn.silu(total).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
+def gated_norm(y_BLHK: Array, gate_BLHK: Array, scale_HK: Array, groups: int, epsilon: float) -> Array:
+    """The RMSNorm of each group of heads, in float32, of what SiLU of the gate lets through; it keeps its inputs."""
+    y = y_BLHK.astype(jnp.float32) * jax.nn.silu(gate_BLHK.astype(jnp.float32))
+    grouped = y.reshape(*y.shape[:2], groups, -1)
+    grouped = grouped * jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + epsilon)
+    return (grouped.reshape(y.shape) * scale_HK.astype(jnp.float32)[None, None]).astype(y_BLHK.dtype)
 
 
 def after_tail(x: Array, tail: Array, documents_BL: Array, real_BL: Array) -> tuple[Array, Array, Array]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig, ViTConfig
 from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.metrics.flops import structure_block
-from jaxtrain.models.shipped.shapes import Stack, Structure, latent_width, mlp_shapes, norm_names
+from jaxtrain.models.shipped.shapes import Stack, Structure, inner_width, latent_width, mlp_shapes, norm_names
 from jaxtrain.ops.loss.blocks import block_bytes
 from jaxtrain.optim import rules as update_slices
 from jaxtrain.optim.rules import num_slices, updates_elementwise
@@ -350,7 +350,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int, kind: str) -> Work:
     named = size * t * heads * k / tensor + statistics if attention.keeps_output else 0.0
     # Results of weight matmuls.
     outputs = queries + size * t * (2 * d / residual + matrices * hidden + latent_width(model))
-    inner = size * t * (heads * k / tensor + 2 * hidden)
+    inner = size * t * (inner_width(model) / tensor + 2 * hidden)
     if stack.memory_length is not None:
         memory = size * step.rows * stack.memory_length / degrees["context"]
         outputs += size * t * (heads * k / tensor + d / residual) + memory * 2 * groups * k / tensor

@@ -56,6 +56,13 @@ def test_transformer_takes_six_flops_a_weight_plus_attention(size, sequence_leng
     assert _flops(config, sequence_length=sequence_length) == pytest.approx(per_token * sequence_length, rel=1.1e-3)
 
 
+def test_a_state_space_counts_what_is_written_and_read():
+    config = TransformerConfig(size="mamba2_130m")
+    # Per token 6 a weight of a matmul (the convolutions and what is one a head or a channel are none), and 12 h k N.
+    weights = 24 * (768 * (2 * 1536 + 2 * 128 + 24) + 1536 * 768) + 50288 * 768
+    assert _flops(config, sequence_length=64) == 64 * (6 * weights + 12 * 24 * 1536 * 128)
+
+
 def test_llama_70b_is_the_count_that_maxtext_reports():
     # MaxText's published logs of Llama-3.1-70B at 8192 tokens: TFLOP/s over tokens/s is 449.22e9 a token.
     assert _flops(TransformerConfig(size="llama3.1_70b"), sequence_length=8192) == pytest.approx(

@@ -185,6 +185,13 @@ CASES = {
         plain_rows,
     ),
     "latents": Case(dict(DECODER, num_kv_heads=4, latent=LATENT, experts={**EXPERTS, **SHARED, **LEADING}), plain_rows),
+    "state space": Case(
+        dict(
+            DECODER, position="none", mlp_dim=None, num_kv_heads=None, head_dim=8,
+            state_space=dict(state_dim=4, groups=2, chunk=4),
+        ),
+        plain_rows,
+    ),
     # Real tokens alone count in the router's loss.
     "padded experts": Case(dict(DECODER, experts=EXPERTS), padded_rows),
     "masked": Case(dict(ENCODER, head=dict(kind="masked_language_model")), masked_rows, "masked_language_modeling"),
@@ -275,6 +282,8 @@ ROWS_OF_MODELS = [
     ("latents", layout(fsdp=2, tensor=2, sp=True), "dots"),
     ("latents", layout(pipe=2, fsdp=2, context=2), "none"),
     ("latents", layout(data=2, expert=2, zero=2), "full"),
+    ("state space", layout(pipe=2, fsdp=2, tensor=2), "sqrt"),
+    ("state space", layout(data=2, tensor=4, sp=True, zero=2), "dots"),
     ("longrope", layout(context=4, attention="ring"), "full"),
     ("longrope", layout(pipe=2, context=2), "none"),
     ("padded experts", layout(expert=2, data=2, zero=2), "none"),

@@ -1,6 +1,7 @@
 """Layouts that cannot be: one line that names the setting and the nearest values that work."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import optax
@@ -20,9 +21,10 @@ from jaxtrain.train.step import make_train_step
 
 CHUNKED = dict(schedule="interleaved_1f1b")
 SIX = dict(num_experts=6, experts_per_token=2)
+STATES: dict[str, Any] = dict(position="none", num_kv_heads=None, mlp_dim=None, state_space={})
 
 
-def lm(batch: int = 32, length: int = 32, **model: int) -> Callable[..., None]:
+def lm(batch: int = 32, length: int = 32, **model: Any) -> Callable[..., None]:
     def build(degrees: dict[str, int], options: dict[str, object], accumulation: int) -> None:
         mesh = make_mesh(**{"data": 1, **degrees})
         step = make_train_step(
@@ -58,6 +60,13 @@ ROWS = {
         {},
         1,
         "is 6, .* make it 4 or 8, or use parallel.expert=3 or 6",
+    ),
+    "a state": (
+        lm(**STATES),
+        dict(context=2, data=4),
+        {},
+        1,
+        "context=2 shards .*, which model.state_space does not support",
     ),
     "no sequence": (mlp, dict(context=8), {}, 1, "context=8, but the rows of task classification have no sequence"),
     "no parts": (mlp, dict(pipe=8), {}, 1, "pipe=8, but the model mlp does not declare its embedding, stack and head"),

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from jaxtrain.config.parts import StateSpaceConfig
 from jaxtrain.config.model import (
     CLIPConfig,
     EncoderDecoderConfig,
@@ -102,6 +103,7 @@ MODELS = {
         ),
         TOKENS,
     ),
+    "state space": (TransformerConfig(position="none", state_space=StateSpaceConfig(groups=2)), TOKENS),
     "clip": (CLIPConfig(), IMAGES),
     "vit with a norm, without biases around": (ViTConfig(embedding_norm=True, outer_bias=False), IMAGES),
     "resnet50": (ResNetConfig(size="resnet50"), IMAGES),

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import inf, prod
 from typing import Any
 
-from jaxtrain.interop.families.family import Family, checked, fixed, ignored, own, size_keys
+from jaxtrain.interop.families.family import Family, checked, fixed, ignored, mapped, own, size_keys
 from jaxtrain.interop.formats.rows import (
     Entry,
     Row,
@@ -23,7 +23,7 @@ from jaxtrain.interop.formats.rows import (
     vector,
 )
 
-_FIXED = dict(position="none", norm="rmsnorm", max_sequence_length=2**20)
+_FIXED = dict(position="none", norm="rmsnorm")
 _KEYS = {"state_dim": "state_size", "groups": "n_groups", "conv_width": "conv_kernel", "chunk": "chunk_size"}
 
 
@@ -83,7 +83,8 @@ _STATE = dict(state_dim=128, groups=1, conv_width=4, chunk=256)
 def _size(layers: int, width: int) -> dict[str, Any]:
     own = dict(num_layers=layers, embed_dim=width, num_heads=width // 32, head_dim=64, state_space=_STATE)
     # Nulls take the place of what the file of a config has.
-    return _FIXED | own | dict(vocab_size=50288, norm_epsilon=1e-5, tie_embeddings=True, mlp_dim=None)
+    more = dict(vocab_size=50288, norm_epsilon=1e-5, tie_embeddings=True, max_sequence_length=2048, mlp_dim=None)
+    return _FIXED | own | more
 
 
 FAMILY = Family(
@@ -93,6 +94,8 @@ FAMILY = Family(
         *size_keys(
             _DEFAULTS | dict(tie_embeddings=False), dict(num_heads="num_heads", norm_epsilon="layer_norm_epsilon")
         ),
+        # transformers has no limit; ours is the length of pretraining.
+        mapped("max_position_embeddings", "max_sequence_length", 2048, write_default=False),
         *(own(name, default) for name, default in zip(_KEYS.values(), (128, 8, 4, 256), strict=True)),
         checked("expand", 2, _expansion),
         fixed("use_bias", False),

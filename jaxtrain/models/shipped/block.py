@@ -49,7 +49,14 @@ from jaxtrain.ops.attention.reference import (
 from jaxtrain.ops.attention.rules import AttentionForm
 from jaxtrain.ops.attention.table import self_attention
 from jaxtrain.ops.elementwise import GATED
-from jaxtrain.ops.state_space import StateInputs, after_tail, causal_convolution, document_numbers, state_space
+from jaxtrain.ops.state_space import (
+    StateInputs,
+    after_tail,
+    causal_convolution,
+    document_numbers,
+    gated_norm,
+    state_space,
+)
 from jaxtrain.precision.kernels import LowRankKernel, round_to_int8
 
 # The residual stream between blocks; its sequence is also sharded over `tensor` where sequence parallelism is on.
@@ -443,16 +450,9 @@ class StateSpace(nnx.Module):
         cache = None if cache is None else cache.replaced("state", state)
         y_BLHK = y_BLHK + inputs.value * self.skip[...].astype(y_BLHK.dtype)[None, None, :, None]
         y_BLHK = checkpoint_name(constrain(y_BLHK, *axes), "attention_output")
-        y_BLHK = self._normalized(y_BLHK, constrain(self.gate(x_BLD), *axes))
+        gate_BLHK, scale_HK = constrain(self.gate(x_BLD), *axes), self.norm.scale[...]
+        y_BLHK = gated_norm(y_BLHK, gate_BLHK, scale_HK, self.groups, config.norm_epsilon)
         return checkpoint_name(self.output(y_BLHK), "attention_projection"), cache
-
-    def _normalized(self, y_BLHK: jax.Array, gate_BLHK: jax.Array) -> jax.Array:
-        """The RMSNorm of each group of heads, after the gate, in float32."""
-        y = y_BLHK.astype(jnp.float32) * jax.nn.silu(gate_BLHK.astype(jnp.float32))
-        groups = y.reshape(*y.shape[:2], self.groups, -1)
-        groups = groups * jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + self.config.norm_epsilon)
-        y = groups.reshape(y.shape) * self.norm.scale[...].astype(jnp.float32)[None, None]
-        return y.astype(y_BLHK.dtype)
 
 
 class MLP(nnx.Module):

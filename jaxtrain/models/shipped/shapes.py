@@ -111,6 +111,15 @@ class Tensors:
         return sum(map(math.prod, self.params.values()))
 
 
+def inner_width(config: TransformerConfig) -> int:
+    """Numbers of heads per token that attention keeps for its backward pass beside results of its linear layers.
+
+    Of a state space: the convolved value, its chunks, their outputs, the states between them, the sum with what skips
+    the state, and the normalized one.
+    """
+    return config.num_heads * config.head_width * (1 if config.state_space is None else 7)
+
+
 CONVOLVED = ("query", "key", "value")
 """What a causal convolution sums over neighbours before a state space."""
 

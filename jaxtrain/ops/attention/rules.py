@@ -279,7 +279,11 @@ class ContextCase:
 def _problem(name: str, case: ContextCase) -> str | None:
     """Why a way cannot be taken; None: it can."""
     heads, parts, use = case.num_heads, case.head_parts, "use all_to_all, gather or auto"
-    lacks = {"position=relative": case.form.relative, "attention_sinks": case.form.sinks, "state_space": case.form.state}
+    lacks = {
+        "position=relative": case.form.relative,
+        "attention_sinks": case.form.sinks,
+        "state_space": case.form.state,
+    }
     for key in (f"model.{name}" for name, is_so in lacks.items() if is_so):
         return (
             f"parallel.context={case.context} shards the sequence, which {key} does not support; "
