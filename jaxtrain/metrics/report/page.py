@@ -151,8 +151,8 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
     else:
         yield (
             "bad",
-            f"{said} and has risen by {rise:.2g} since: the model may overfit. Fewer steps, more rows, dropout or weight "
-            "decay help; checkpoint.keep_best=true keeps the best step.",
+            f"{said} and has risen by {rise:.2g} since: the model may overfit. Fewer steps, more rows, dropout or "
+            "weight decay help; checkpoint.keep_best=true keeps the best step.",
         )
 
 
