@@ -32,7 +32,7 @@ _OF_STATE_SPACE = (
 
 
 def check_state_space(model: Group, state_space: StateSpaceConfig, num_heads: int) -> None:
-    """Raise where a model group with a state space sets a key of attention or of an MLP, or its groups do not divide."""
+    """Raise where a model group with a state space sets a key of attention or MLP, or its groups do not divide."""
     usual = {name: (field.default,) for name, field in type(model).model_fields.items()}
     usual |= dict(position=("none",), num_kv_heads=(None, num_heads))
     others = {name: values for name, values in usual.items() if name not in _OF_STATE_SPACE}

@@ -80,8 +80,8 @@ def get_policy(policy: str | Policy) -> Policy:
 
 
 # Names of shipped models' parameters that stay float32. Rounding the bias by which experts are chosen sends tokens
-# elsewhere (of biases near 5, in bf16, every fourth), and that of CLIP's logarithm changes the scale by up to 1.6 %. The
-# decay of a state is multiplied over thousands of tokens.
+# elsewhere (of biases near 5, in bf16, every fourth), and that of CLIP's logarithm changes the scale by up to 1.6 %.
+# What the decay of a state is made of acts over thousands of tokens.
 _KEPT = ("score_bias", "logit_scale", "log_decay", "step_bias")
 
 

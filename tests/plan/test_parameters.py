@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from jaxtrain.config.parts import StateSpaceConfig
 from jaxtrain.config.model import (
     CLIPConfig,
     EncoderDecoderConfig,
@@ -14,6 +13,7 @@ from jaxtrain.config.model import (
     TransformerConfig,
     ViTConfig,
 )
+from jaxtrain.config.parts import StateSpaceConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors

@@ -1,13 +1,16 @@
-"""JSON lines, CSV and plain text, compressed or not: read from the first line to the last."""
+"""JSON lines, CSV, plain text (compressed or not) and ArrayRecord: read from the first record to the last."""
 
 import csv
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file, read_lines
+from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file, read_lines, reading
 from jaxtrain.data.formats.reader import Cells, Column, check_columns, json_object
 from jaxtrain.errors import DataError
+
+# Records of an ArrayRecord file that are read together.
+_RECORDS = 512
 
 
 def json_lines(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
@@ -70,3 +73,23 @@ def _fields(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _content(path: Path) -> str:
     return decode_utf8(read_file(path), path=path).removeprefix(BYTE_ORDER_MARK)
+
+
+def array_records(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields file and number of each record, and its columns: of JSON, or text in the column `text`, as the first."""
+    with reading(path):
+        from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] compiled
+
+        reader = array_record_module.ArrayRecordReader(str(path))
+    are_json = None
+    for first in range(0, reader.num_records(), _RECORDS):
+        numbers = range(first, min(first + _RECORDS, reader.num_records()))
+        with reading(path):
+            records = reader.read(list(numbers))
+        for number, record in zip(numbers, records, strict=True):
+            where = f"{path} record {number + 1}"
+            are_json = record.lstrip().startswith(b"{") if are_json is None else are_json
+            text = decode_utf8(record, path=Path(where))
+            row = json_object(text, where=where) if are_json else {"text": text}
+            check_columns(list(row), columns, where=where)
+            yield where, row

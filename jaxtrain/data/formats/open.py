@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.data.files import files_below, find_files, is_packed, plain_suffix, require_file, sampled_sha256
-from jaxtrain.data.formats.array_record import array_records
 from jaxtrain.data.formats.arrow import ArrowReader, ParquetReader, class_names_of, saved_files, with_names
-from jaxtrain.data.formats.lines import csv_rows, json_lines, whole_text
+from jaxtrain.data.formats.lines import array_records, csv_rows, json_lines, whole_text
 from jaxtrain.data.formats.reader import Cells, Column, JoinedReader, Reader, pass_over
 from jaxtrain.data.formats.tar import TarReader
 from jaxtrain.errors import DataError

@@ -5,7 +5,7 @@ Sources: table 10 of Dao and Gu 2024 and the config.json published with each mod
 
 from collections.abc import Mapping
 from itertools import accumulate
-from math import inf, prod
+from math import inf
 from typing import Any
 
 from jaxtrain.interop.families.family import Family, checked, fixed, ignored, mapped, own, size_keys

@@ -398,7 +398,7 @@ class Convolution(nnx.Module):
 
 
 class StateSpace(nnx.Module):
-    """The mixer of Mamba 2 in the place of attention: its C, B and x are query, key and value (Dao and Gu 2024, 7.1)."""
+    """The mixer of Mamba 2 in the place of attention; its C, B and x are query, key and value (Dao and Gu 2024)."""
 
     query: Linear
     key: Linear
@@ -445,10 +445,11 @@ class StateSpace(nnx.Module):
         state = None
         if cache is not None:
             state, step_BLH = cache.of_layer("state"), jnp.where((positions_BL < NOWHERE)[..., None], step_BLH, 0)
-        inputs = StateInputs(*convolved, step_BLH, decay_H)
+        query, key, value = convolved
+        inputs = StateInputs(query, key, value, step_BLH, decay_H)
         y_BLHK, state = state_space(inputs, documents_BL, chunk=self.chunk, state=state)
         cache = None if cache is None else cache.replaced("state", state)
-        y_BLHK = y_BLHK + inputs.value * self.skip[...].astype(y_BLHK.dtype)[None, None, :, None]
+        y_BLHK = y_BLHK + value * self.skip[...].astype(y_BLHK.dtype)[None, None, :, None]
         y_BLHK = checkpoint_name(constrain(y_BLHK, *axes), "attention_output")
         gate_BLHK, scale_HK = constrain(self.gate(x_BLD), *axes), self.norm.scale[...]
         y_BLHK = gated_norm(y_BLHK, gate_BLHK, scale_HK, self.groups, config.norm_epsilon)
