@@ -1,4 +1,4 @@
-"""Settings of the scaling of rotary frequencies for long contexts. No jax here."""
+"""Settings of layers and positions for long contexts. No jax here."""
 
 from typing import Annotated, Literal
 
@@ -65,3 +65,25 @@ class LongRope(Group):
 
 
 AnyRope = Annotated[RopeScaling | LinearRope | YarnRope | LongRope, Field(discriminator="kind")]
+
+
+class AttentionTemperature(Group):
+    """Growth of queries for long contexts (Llama 4), at position p by 1 + scale ln(1 + floor((p + 1) / step))."""
+
+    scale: Positive = 0.1
+    """Factor of the logarithm."""
+    step: PositiveInt = 8192
+    """Positions over which queries do not grow."""
+
+
+class LocalLayers(Group):
+    """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
+
+    pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
+    """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
+    window: PositiveInt
+    """Positions that a local layer attends to, up to its own, and as many ahead if not causal."""
+    chunked: bool = False
+    """Attend to the positions of the own chunk of `window` instead, counted from the start of a text (Llama 4)."""
+    rope_theta: Positive | None = None
+    """Base of the (unscaled) rotary frequencies of local layers; null: as in the global layers."""

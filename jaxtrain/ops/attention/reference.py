@@ -51,6 +51,7 @@ def attention_mask(
     *,
     causal: bool,
     window: Array | int | None = None,
+    chunked: bool = False,
     query_segments_BL: Array | None = None,
     key_segments_BS: Array | None = None,
 ) -> Array:
@@ -59,6 +60,7 @@ def attention_mask(
     Args:
         query_positions_BL, key_positions_BS: integers; the batch dim may be 1.
         causal, window: as in `AttentionForm`; a window may be an int32 [].
+        chunked: a query sees the keys of its own chunk of `window` positions instead.
         query_segments_BL, key_segments_BS: numbers of packed documents; a query sees only keys of its own. None: one
             document per row.
 
@@ -69,7 +71,9 @@ def attention_mask(
     distance = query_positions_BL[:, :, None] - key_positions_BS[:, None, :]
     if causal:
         mask = mask & (distance >= 0)
-    if window is not None:
+    if window is not None and chunked:
+        mask = mask & (query_positions_BL[:, :, None] // window == key_positions_BS[:, None, :] // window)
+    elif window is not None:
         mask = mask & (distance < window)
         mask = mask if causal else mask & (distance > -window)
     if query_segments_BL is not None and key_segments_BS is not None:
