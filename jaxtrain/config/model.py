@@ -272,7 +272,7 @@ class TransformerConfig(_Blocks):
     norm_bias: bool | None = None
     """Add biases to LayerNorm (StableLM: true, with bias: false); null: if bias is true."""
     qk_norm: bool | Literal["per_head", "whole", "rotated"] = False
-    """Normalize queries and keys: a head, with scales per_head, all heads (whole), or rotated ones unscaled (Llama 4)."""
+    """Normalize queries and keys: a head, with scales per_head, all heads (whole), rotated ones unscaled (Llama 4)."""
     attention_softcap: Positive | None = None
     """Soft cap c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no cap."""
     attention_temperature: AttentionTemperature | None = None

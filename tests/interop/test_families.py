@@ -41,7 +41,7 @@ ROWS = {
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
     **dict.fromkeys(("phi", "gptj", "opt", "falcon", "falcon_7b"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "olmo3", "granite", "smollm3"), PLAIN),
-    **dict.fromkeys(("gpt_oss", "deepseek_v3", "deepseek_v2"), PLAIN),
+    **dict.fromkeys(("gpt_oss", "deepseek_v3", "deepseek_v2", "llama4_text"), PLAIN),
     **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("modernbert_mlm", "modernbert_sequence", "modernbert_token"), ENCODER),
@@ -123,10 +123,10 @@ def test_logits_and_gradient(name):
 
 
 # One of each way in which a cache is filled: experts, windows, local layers, layers without positions, factors, learned
-# places, places after an offset, sinks, a bias of the logits, latents and two stacks, two sequences.
+# places, places after an offset, sinks, a bias of the logits, latents and two stacks, chunks, two sequences.
 ANSWERS = (
     *("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "cohere2", "gpt2", "opt", "gpt_oss", "phi"),
-    *("deepseek_v3", "t5"),
+    *("deepseek_v3", "llama4_text", "t5"),
 )
 
 

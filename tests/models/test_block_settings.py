@@ -343,6 +343,19 @@ def test_follows_the_formula(row: str) -> None:
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.ptp(wanted))
 
 
+def test_chunks_and_temperatures_count_from_the_start_of_each_packed_text() -> None:
+    _, params, config = computed("llama4")
+    model, tokens = transformer(config), TOKENS[:1]
+    places = np.array([[*range(7), *range(LENGTH - 7)]])
+    packed = {"tokens": tokens, "positions": places, "segments": np.array([[1] * 7 + [2] * (LENGTH - 7)])}
+    found, *apart = (
+        model.apply(params, {}, inputs, key=None, train=False)[0]["logits"]
+        for inputs in (packed, tokens[:, :7], tokens[:, 7:])
+    )
+    # float32, the same sums over keys in another order.
+    np.testing.assert_allclose(found, np.concatenate(apart, 1), rtol=0, atol=1e-5 * np.ptp(found))
+
+
 def test_factors_are_not_rounded_to_the_dtype_of_what_they_multiply() -> None:
     """In bf16 0.22 would be 0.2197, of every layer."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=2**14), jnp.bfloat16)
