@@ -18,7 +18,7 @@ from jaxtrain import load_pretrained, save_pretrained
 from jaxtrain.config.published import settings_of
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.interop.formats.safetensors import open_folder
+from jaxtrain.interop.formats.safetensors import open_folder, write_safetensors
 from jaxtrain.interop.read import by_path
 from jaxtrain.interop.write import floats_of, gathered, plan_tensors
 
@@ -164,3 +164,20 @@ def test_comes_out_as_it_came_in(name, tmp_path):
     old = PUBLISHED / name / "config_old.json"
     if old.is_file():
         assert family.from_published(json.loads(old.read_text())) == settings
+
+
+@pytest.mark.parametrize("name", rows(("gemma3_text", "llama4_text")))
+def test_a_folder_that_sees_images_is_read_and_written_as_its_text_part(name, tmp_path):
+    text, folder = open_folder(PUBLISHED / name), tmp_path / "images"
+    folder.mkdir()
+    arrays = {f"language_model.{tensor}": text.read(tensor) for tensor in text.tensors}
+    arrays["vision_model.class_embedding"] = np.zeros(3, np.float32)
+    kinds = {tensor: (array.shape, array.dtype) for tensor, array in arrays.items()}
+    write_safetensors(folder / "model.safetensors", kinds, arrays.items())
+    config = {"model_type": name.removesuffix("_text"), "text_config": dict(text.config), "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    pretrained = load_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, pretrained.params, opened(name).params)
+    save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
+    after = open_folder(tmp_path / "out")
+    assert (after.config["model_type"], after.tensors.keys()) == (name, text.tensors.keys())
