@@ -17,7 +17,7 @@ Values = Mapping[str, Any]
 
 _FIXED = dict(position="rotary", norm="rmsnorm", rotary_interleaved=True)
 _RULE = dict(scores="sigmoid", weigh_inputs=True)
-_KINDS = ("full_attention", "chunked_attention")
+_KINDS = {"full_attention": 0, "chunked_attention": 1}
 _DEFAULTS = size({}, 48, 5120, 40, vocab_size=202048, num_kv_heads=8, head_dim=128, mlp_dim=8192, norm_epsilon=1e-5)
 _SCOUT = _FIXED | _DEFAULTS | dict(
     max_sequence_length=262144, rope_theta=500000.0, rope_layers=(1, 1, 1, 0), qk_norm="rotated", bias=False,
@@ -30,9 +30,7 @@ _SCOUT = _FIXED | _DEFAULTS | dict(
 def _read(ours: Values, file: Values) -> dict[str, Any]:
     chunk, count = file["attention_chunk_size"], int(file["num_hidden_layers"])
     rotated = [int(bool(one)) for one in (file["no_rope_layers"] or by_interval(file))[:count]]
-    chunked = [
-        _KINDS.index(one) for one in file["layer_types"] or [_KINDS[chunk is not None and one] for one in rotated]
-    ]
+    chunked = [_KINDS[one] for one in file["layer_types"] or ()] or [one if chunk else 0 for one in rotated]
     grows = file["attn_temperature_tuning"] and not all(rotated)
     return dict(
         rope_layers=None if all(rotated) else shortest_pattern(rotated),
@@ -49,7 +47,7 @@ def _write(model: Values) -> dict[str, Any]:
         return [pattern[at % len(pattern)] for at in range(int(model["num_layers"]))]
 
     said = dict(attn_scale=grown["scale"], floor_scale=grown["step"]) if grown else {}
-    said |= dict(attention_chunk_size=local["window"], layer_types=[_KINDS[one] for one in layers(local["pattern"])])
+    said |= dict(attention_chunk_size=local["window"], layer_types=[[*_KINDS][one] for one in layers(local["pattern"])])
     said |= dict(attn_temperature_tuning=bool(grown), no_rope_layers=layers(model["rope_layers"] or (1,)))
     return said | write_experts(model)
 

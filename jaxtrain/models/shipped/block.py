@@ -334,7 +334,7 @@ class Attention(nnx.Module):
     def _chunks(self, context: Context, shape: tuple[int, int]) -> jax.Array | None:
         """Segments of a local layer, to which chunks are documents of their own; a chunk is within its window."""
         local, segments_BL = self.config.local_layers, context.segments_BL
-        if local is None or not local.chunked:
+        if local is None or not local.chunked or shape[1] <= local.window:  # no text is longer than a chunk
             return segments_BL
         chunks_BL = jnp.broadcast_to(context.positions_BL // local.window, shape)
         if segments_BL is not None:
