@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
-from jaxtrain.config.rope import AnyRope, AttentionTemperature, Factors, LocalLayers
+from jaxtrain.config.rope import AnyRope, AttentionTemperature, Factors, LatentConfig, LocalLayers
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
 from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
@@ -165,23 +165,6 @@ class ExpertsConfig(Group):
         size, rest = divmod(self.num_experts, self.groups)
         fits = rest == 0 and size > 1 and self.groups_per_token * size >= self.experts_per_token
         return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
-
-
-class LatentConfig(Group):
-    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
-
-    query_rank: PositiveInt | None = None
-    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
-    key_value_rank: PositiveInt
-    """Width of the vector that a token's keys and values are made of."""
-    nope_dim: PositiveInt
-    """Dims of a head's queries and keys without positions."""
-    rope_dim: PositiveInt
-    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
-    value_dim: PositiveInt
-    """Dims of a head's values."""
-    norm_epsilon: Ratio = 1e-6
-    """Added to the variance in the norms of these vectors."""
 
 
 class _Blocks(Published):

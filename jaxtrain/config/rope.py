@@ -1,10 +1,10 @@
-"""Settings of layers and positions for long contexts. No jax here."""
+"""Settings of attention: the scaling of rotary frequencies and of queries, local layers, latents. No jax here."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Group, Positive, PositiveInt
+from jaxtrain.config.base import Group, Positive, PositiveInt, Ratio
 
 _Factor = Annotated[float, Field(ge=1, le=1e6)]
 Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
@@ -87,3 +87,20 @@ class LocalLayers(Group):
     """Attend to the positions of the own chunk of `window` instead, counted from the start of a text (Llama 4)."""
     rope_theta: Positive | None = None
     """Base of the (unscaled) rotary frequencies of local layers; null: as in the global layers."""
+
+
+class LatentConfig(Group):
+    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
+
+    query_rank: PositiveInt | None = None
+    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
+    key_value_rank: PositiveInt
+    """Width of the vector that a token's keys and values are made of."""
+    nope_dim: PositiveInt
+    """Dims of a head's queries and keys without positions."""
+    rope_dim: PositiveInt
+    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
+    value_dim: PositiveInt
+    """Dims of a head's values."""
+    norm_epsilon: Ratio = 1e-6
+    """Added to the variance in the norms of these vectors."""

@@ -41,7 +41,8 @@ def _read(ours: Values, file: Values) -> dict[str, Any]:
 
 
 def _write(model: Values) -> dict[str, Any]:
-    local, grown = model["local_layers"] or dict(pattern=(0,), window=None), model["attention_temperature"]
+    local: Values = model["local_layers"] or dict(pattern=(0,), window=None)
+    grown = model["attention_temperature"]
 
     def layers(pattern: tuple[int, ...]) -> list[int]:
         return [pattern[at % len(pattern)] for at in range(int(model["num_layers"]))]

@@ -314,7 +314,7 @@ class Attention(nnx.Module):
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, local: bool = False) -> jax.Array:
             form = AttentionForm(config.causal, window, config.attention_softcap)
             learned, segments_BL = Learned(context.bias_HW, self._sinks()), context.segments_BL
-            segments_BL = self._chunks(context, q.shape[:2]) if local else segments_BL
+            segments_BL = self._chunks(context, (q.shape[0], q.shape[1])) if local else segments_BL
             return self_attention(q, k, v, segments_BL, form, learned, implementation=config.attention)
 
         if context.local is None or config.local_layers is None:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +160,7 @@ def form_mask(
     form: AttentionForm, queries_L: Array, keys_S: Array, own_BL: Array | None, seen_BS: Array | None
 ) -> Array:
     """`attention_mask` of a form, for positions that all rows share, and the segments of queries and keys."""
-    segments = dict(query_segments_BL=own_BL, key_segments_BS=seen_BS)
+    segments: Any = dict(query_segments_BL=own_BL, key_segments_BS=seen_BS)
     return attention_mask(queries_L[None], keys_S[None], causal=form.causal, window=form.window, **segments)
 
 
