@@ -55,7 +55,7 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
     families = list(FAMILIES.values()) if model_type is None else [family_of(model_type)]
     nearest = min(families, key=lambda family: len(_unsaid(family, settings)))
     if problems := _unsaid(nearest, settings):
-        which = "no published family fits this model; the nearest," if model_type is None else "the model came from"
+        which = "no published family fits this model; the nearest is" if model_type is None else "the model came from"
         raise ConfigError(f"{which} {nearest.name}, which cannot express {problems[0]}")
     return nearest
 

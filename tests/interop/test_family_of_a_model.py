@@ -60,7 +60,7 @@ def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is
 def test_a_model_that_no_family_can_say_is_refused_by_the_nearest_of_its_kind(name, change, says):
     with pytest.raises(ConfigError) as caught:
         family_for(settings(name) | change)
-    assert str(caught.value).startswith(f"no published family fits this model; the nearest, {says}")
+    assert str(caught.value).startswith(f"no published family fits this model; the nearest is {says}")
 
 
 def with_one_choice(name):
