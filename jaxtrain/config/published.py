@@ -11,7 +11,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.errors import explain
 from jaxtrain.config.model import CLIPConfig, EncoderDecoderConfig, ModelConfig, TransformerConfig, ViTConfig
-from jaxtrain.config.parts import LongRope
+from jaxtrain.config.rope import LongRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, UnknownFamily, family_of, read_settings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.config.parts import StateSpaceConfig
+from jaxtrain.config.rope import StateSpaceConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Structure
@@ -150,6 +150,7 @@ def _whole_sequence(
         length=length,
         head_dim=model.head_width,
         form=form,
+        packed=model.local_layers is not None and model.local_layers.chunked and length > (form.window or length),
         # bf16 came with that generation.
         before_ampere=nvidia and "bf16" not in hardware.peak_flops,
     )

@@ -13,7 +13,7 @@ from jaxtrain.config.model import (
     TransformerConfig,
     ViTConfig,
 )
-from jaxtrain.config.parts import StateSpaceConfig
+from jaxtrain.config.rope import StateSpaceConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.plan.workload import Workload, model_tensors

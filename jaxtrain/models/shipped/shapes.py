@@ -197,7 +197,7 @@ def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
         return {name: LinearShape((), (rank,), (None,)) for name, rank in ranks.items() if rank is not None}
     if config.state_space is not None:
         return {"norm": LinearShape((), (config.num_heads, config.head_width), ("heads", "head_dim"))}
-    if not config.qk_norm:
+    if config.qk_norm in (False, "rotated"):
         return {}
     if config.qk_norm is True:
         return dict.fromkeys(("query_norm", "key_norm"), LinearShape((), (config.head_width,), ("head_dim",)))

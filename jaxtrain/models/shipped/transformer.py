@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.config.parts import LongRope
+from jaxtrain.config.rope import LongRope
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
