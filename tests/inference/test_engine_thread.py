@@ -31,7 +31,7 @@ class CountingPrograms:
         self.runs: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.fails = False
+        self.fails, self.keeps_positions = False, True
 
     def warm(self) -> None:
         pass

@@ -58,7 +58,6 @@ def test_transformer_takes_six_flops_a_weight_plus_attention(size, sequence_leng
 
 def test_a_state_space_counts_what_is_written_and_read():
     config = TransformerConfig(size="mamba2_130m")
-    # Per token 6 a weight of a matmul (the convolutions and what is one a head or a channel are none), and 12 h k N.
     weights = 24 * (768 * (2 * 1536 + 2 * 128 + 24) + 1536 * 768) + 50288 * 768
     assert _flops(config, sequence_length=64) == 64 * (6 * weights + 12 * 24 * 1536 * 128)
 

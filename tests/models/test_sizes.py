@@ -115,7 +115,6 @@ TRANSFORMERS = {
     # Of the shapes; published as 9.4B and 32.6B.
     "glm4_9b": 9_400_279_040,
     "glm4_32b": 32_566_081_536,
-    # Of the shapes; the vocabulary is padded to a multiple of 16.
     "mamba2_130m": 128_989_632,
     "mamba2_370m": 368_346_624,
     "mamba2_780m": 780_161_280,

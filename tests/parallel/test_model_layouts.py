@@ -118,6 +118,7 @@ DECODER = dict(
     kind="transformer", num_layers=4, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, max_sequence_length=64,
     vocab_size=VOCABULARY,
 )  # fmt: skip
+STATES = dict(position="none", mlp_dim=None, num_kv_heads=None, state_space=dict(state_dim=4, groups=2, chunk=4))
 POST = dict(
     block="post", norm="layernorm", bias=True, activation="gelu_exact", position="learned", embedding_norm=True,
     token_types=2, num_kv_heads=4,
@@ -193,13 +194,7 @@ CASES = {
         plain_rows,
     ),
     "latents": Case(dict(DECODER, num_kv_heads=4, latent=LATENT, experts={**EXPERTS, **SHARED, **LEADING}), plain_rows),
-    "state space": Case(
-        dict(
-            DECODER, position="none", mlp_dim=None, num_kv_heads=None, head_dim=8,
-            state_space=dict(state_dim=4, groups=2, chunk=4),
-        ),
-        plain_rows,
-    ),
+    "state space": Case(dict(DECODER, **STATES), plain_rows),
     # Real tokens alone count in the router's loss.
     "padded experts": Case(dict(DECODER, experts=EXPERTS), padded_rows),
     "masked": Case(dict(ENCODER, head=dict(kind="masked_language_model")), masked_rows, "masked_language_modeling"),

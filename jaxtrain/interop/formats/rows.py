@@ -372,11 +372,18 @@ def _kernels(model: Mapping[str, Any]) -> dict[str, tuple[Shape, Shape]]:
 
 def fused(model: Mapping[str, Any], name: str, *parts: str) -> list[Entry]:
     """Returns the rows of layers of a block ("mlp/gate", "mlp/up") whose kernels follow each other in one tensor."""
-    kernels = [linear(*_kernels(model)[part.rpartition("/")[2]]) for part in parts]
-    sizes = [kernel.theirs[0] for kernel in kernels]
+    kernels = _kernels(model)
+    return in_turn(name, {f"blocks/{part}/kernel": linear(*kernels[part.rpartition("/")[2]]) for part in parts})
+
+
+def in_turn(name: str, parts: Mapping[str, Transform]) -> list[Entry]:
+    """Returns the rows of parameters, by path, that follow each other along the first dim of one tensor."""
+    sizes = [part.theirs[0] for part in parts.values()]
     starts = accumulate(sizes[:-1], initial=0)
-    places = [block(kernel, dim=0, start=start, of=sum(sizes)) for kernel, start in zip(kernels, starts, strict=True)]
-    return [Entry(f"blocks/{part}/kernel", name, place) for part, place in zip(parts, places, strict=True)]
+    places = [
+        block(part, dim=0, start=start, of=sum(sizes)) for part, start in zip(parts.values(), starts, strict=True)
+    ]
+    return [Entry(path, name, place) for path, place in zip(parts, places, strict=True)]
 
 
 def has_bias(bias: bool | str, part: str) -> bool:

@@ -25,7 +25,7 @@ from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, normalized, rotate, scaled
 from jaxtrain.models.model import NOWHERE
-from jaxtrain.models.shipped.moe import MoE, Routing
+from jaxtrain.models.shipped.moe import Kernel, MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     CONVOLVED,
     LinearShape,
@@ -409,18 +409,6 @@ class LatentAttention(Attention):
         return y_BLHK[..., : self.latent.value_dim]
 
 
-class Convolution(nnx.Module):
-    """A causal convolution of each channel by itself, and SiLU; its kernel is [W, *channels]."""
-
-    def __init__(self, shape: LinearShape, rngs: nnx.Rngs):
-        stddev = (3 * shape.inputs[0]) ** -0.5  # the variance that torch draws
-        self.kernel = nnx.Param(normal(stddev)(rngs.params(), shape.kernel, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(shape.outputs, jnp.float32))
-
-    def __call__(self, x: jax.Array, documents_BL: jax.Array) -> jax.Array:
-        return causal_convolution(x, self.kernel[...], self.bias[...], documents_BL)
-
-
 class StateSpace(nnx.Module):
     """The mixer of Mamba 2 in the place of attention; its C, B and x are query, key and value (Dao and Gu 2024)."""
 
@@ -437,7 +425,8 @@ class StateSpace(nnx.Module):
         for name, shape in attention_shapes(config).items():
             setattr(self, name, _linear(config, name, shape, own.get(name, stddevs.query), rngs))
         for name, shape in convolution_shapes(config).items():
-            setattr(self, name, Convolution(shape, rngs))
+            # The variance that torch draws.
+            setattr(self, name, Kernel(shape.kernel, shape.outputs, stddev=(3 * shape.inputs[0]) ** -0.5, rngs=rngs))
         # Heads of all decays from 1 to 16 and of all steps from 0.001 to 0.1, which meet in no order.
         heads, order = config.num_heads, np.random.default_rng(0).permutation(config.num_heads)
         steps = np.geomspace(0.001, 0.1, heads)[order]
@@ -462,8 +451,10 @@ class StateSpace(nnx.Module):
                 tail = cache.of_layer(convolution)
                 x, documents, tail = after_tail(x, tail, documents_BL, positions_BL < NOWHERE)
                 cache = cache.replaced(convolution, tail)
-            x = getattr(self, convolution)(x, documents)[:, -x_BLD.shape[1] :]
-            convolved.append(checkpoint_name(x, name))
+            kernel: Kernel = getattr(self, convolution)
+            assert kernel.bias is not None
+            x = causal_convolution(x, kernel.kernel[...], kernel.bias[...], documents)
+            convolved.append(checkpoint_name(x[:, -x_BLD.shape[1] :], name))
         bias_H, decay_H = self.step_bias[...], -jnp.exp(self.log_decay[...])
         step_BLH = jax.nn.softplus(self.step(x_BLD).astype(jnp.float32) + bias_H[None, None])
         state = None
