@@ -8,6 +8,8 @@ import pytest
 from jaxtrain.config.published import parse_settings, settings_of
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import family_of
+from jaxtrain.interop.formats.safetensors import open_folder
+from jaxtrain.interop.pretrained import load_pretrained, save_pretrained
 from jaxtrain.interop.settings import family_for
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
@@ -93,3 +95,11 @@ def test_gemma_without_windows_names_one():
     assert set(written["layer_types"]) == {"full_attention"}
     assert isinstance(written["sliding_window"], int)
     assert family_for(model).name == name
+
+
+def test_numbers_that_rounding_changes_stay_float32_in_sixteen_bits(tmp_path):
+    pretrained = load_pretrained(PUBLISHED / "deepseek_v3")
+    save_pretrained(tmp_path / "model", pretrained.params, model=pretrained, dtype="bfloat16")
+    kinds = {name: str(dtype) for name, (_, dtype) in open_folder(tmp_path / "model").tensors.items()}
+    kept = {name for name, kind in kinds.items() if kind == "float32"}
+    assert kept == {name for name in kinds if name.endswith("e_score_correction_bias")} != set()
