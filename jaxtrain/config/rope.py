@@ -1,5 +1,6 @@
 """Settings of attention (rotary frequencies, temperature, local layers, latents) and of state spaces. No jax here."""
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -130,10 +131,9 @@ class StateSpaceConfig(Group):
         """Raise where a model group with a state space sets a key of attention or MLP, or its groups do not divide."""
         usual = {name: (field.default,) for name, field in type(model).model_fields.items()}
         usual |= dict(position=("none",), num_kv_heads=(None, num_heads))
-        others = {name: values for name, values in usual.items() if name not in _OF_STATE_SPACE}
-        for name, values in others.items():
-            if getattr(model, name) not in values:
-                shown = str(values[0]).lower() if isinstance(values[0], bool) else values[0] or "null"
+        for name in [name for name in usual if name not in _OF_STATE_SPACE]:
+            if getattr(model, name) not in usual[name]:
+                shown = json.dumps(usual[name][0]).strip('"')
                 raise ValueError(f"a block with state_space has no attention and no MLP; set {name}: {shown}")
         if num_heads % self.groups:
             raise ValueError(f"num_heads {num_heads} is not a multiple of state_space.groups {self.groups}")

@@ -19,20 +19,13 @@ from jax import Array
 
 
 class StateInputs(NamedTuple):
-    """What a state space reads.
+    """What a state space reads; the paper calls them C, B, x, delta and A, which is negative."""
 
-    Attributes:
-        query, key: [B, L, G, N] of any float dtype: what reads the state (C), and what is written to it (B).
-        value: [B, L, H, K] of the same dtype: x.
-        step: float32 [B, L, H], positive.
-        decay: float32 [H], negative: A.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    step: Array
-    decay: Array
+    query: Array  # [B, L, G, N], any float dtype
+    key: Array  # [B, L, G, N]
+    value: Array  # [B, L, H, K]
+    step: Array  # float32 [B, L, H]
+    decay: Array  # float32 [H]
 
 
 def document_numbers(segments_BL: Array | None, batch: int, length: int) -> Array:
@@ -47,13 +40,7 @@ def document_numbers(segments_BL: Array | None, batch: int, length: int) -> Arra
 def causal_convolution(x: Array, kernel: Array, bias: Array, documents_BL: Array) -> Array:
     """SiLU of a sum over the last W tokens of the document, each channel by itself; the backward pass keeps x alone.
 
-    Args:
-        x: [B, L, *C].
-        kernel, bias: [W, *C], whose last entry is of the token itself, and [*C].
-        documents_BL: of `document_numbers`.
-
-    Returns:
-        The shape and dtype of x; sums are float32.
+    x is [B, L, *C] and gives shape and dtype of the result, `kernel` [W, *C] with the entry of the token itself last.
     """
     width, length = kernel.shape[0], x.shape[1]
     total = jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
@@ -76,13 +63,9 @@ def gated_norm(y_BLHK: Array, gate_BLHK: Array, scale_HK: Array, groups: int, ep
 
 
 def after_tail(x: Array, tail: Array, documents_BL: Array, real_BL: Array) -> tuple[Array, Array, Array]:
-    """Put the last tokens before it in front of x: [B, W + L, *C], their documents, and the tail after it.
+    """Put the tail [B, W, *C], tokens before x, in front of x: [B, W + L, *C], its documents, and the tail after it.
 
-    Args:
-        x: [B, L, *C].
-        tail: [B, W, *C], zeros where there was no token of the document.
-        documents_BL: of which 0 continues the document of the tail.
-        real_BL: bool, the tokens that count, which come first.
+    Document 0 continues that of the tail. `real_BL`, bool, are the tokens that count, which come first.
     """
     width = tail.shape[1]
     x = jnp.concatenate([tail.astype(x.dtype), x], axis=1)

@@ -25,6 +25,7 @@ _KEYS = {"state_dim": "state_size", "groups": "n_groups", "conv_width": "conv_ke
 _PER_HEAD = {"step_bias": "dt_bias", "log_decay": "A_log", "skip": "D"}
 _FIXED = dict(position="none", norm="rmsnorm")
 _NAMES = dict(num_heads="num_heads", norm_epsilon="layer_norm_epsilon")
+_SIZES = {"130m": (24, 768), "370m": (48, 1024), "780m": (48, 1536), "1.3b": (48, 2048), "2.7b": (64, 2560)}
 _DEFAULTS = dict(num_layers=64, embed_dim=4096, num_heads=128, head_dim=64, vocab_size=32768, norm_epsilon=1e-5)
 
 
@@ -91,10 +92,5 @@ FAMILY = Family(
     fixed=_FIXED,
     read=_read,
     write=_write,
-    sizes={
-        f"mamba2_{name}": _size(layers, width)
-        for name, layers, width in (
-            *(("130m", 24, 768), ("370m", 48, 1024), ("780m", 48, 1536), ("1.3b", 48, 2048), ("2.7b", 64, 2560)),
-        )
-    },
+    sizes={f"mamba2_{name}": _size(layers, width) for name, (layers, width) in _SIZES.items()},
 )

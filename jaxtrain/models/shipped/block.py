@@ -115,10 +115,6 @@ class LayerCache:
             arrays[name] = constrain(arrays[name].at[at].set(new_BLGK.astype(dtype)), *_CACHE_AXES)
         return LayerCache(arrays, self.layer)
 
-    def of_layer(self, name: str) -> jax.Array:
-        """All that the layer has of an array."""
-        return jax.lax.dynamic_index_in_dim(self.arrays[name], self.layer, keepdims=False)
-
     def replaced(self, name: str, new: jax.Array) -> "LayerCache":
         """The cache with another array of the layer."""
         return LayerCache(self.arrays | {name: self.arrays[name].at[self.layer].set(new)}, self.layer)
@@ -412,9 +408,6 @@ class LatentAttention(Attention):
 class StateSpace(nnx.Module):
     """The mixer of Mamba 2 in the place of attention; its C, B and x are query, key and value (Dao and Gu 2024)."""
 
-    query: Linear
-    key: Linear
-    value: Linear
     gate: Linear
     step: Linear
     output: Linear
@@ -448,7 +441,7 @@ class StateSpace(nnx.Module):
             axis, convolution, documents = axes[2] if name == "value" else None, f"{name}_conv", documents_BL
             x = constrain(getattr(self, name)(x_BLD), "batch", "sequence", axis, None)
             if cache is not None:
-                tail = cache.of_layer(convolution)
+                tail = cache.arrays[convolution][cache.layer]
                 x, documents, tail = after_tail(x, tail, documents_BL, positions_BL < NOWHERE)
                 cache = cache.replaced(convolution, tail)
             kernel: Kernel = getattr(self, convolution)
@@ -459,7 +452,10 @@ class StateSpace(nnx.Module):
         step_BLH = jax.nn.softplus(self.step(x_BLD).astype(jnp.float32) + bias_H[None, None])
         state = None
         if cache is not None:
-            state, step_BLH = cache.of_layer("state"), jnp.where((positions_BL < NOWHERE)[..., None], step_BLH, 0)
+            state, step_BLH = (
+                cache.arrays["state"][cache.layer],
+                jnp.where((positions_BL < NOWHERE)[..., None], step_BLH, 0),
+            )
         query, key, value = convolved
         inputs = StateInputs(query, key, value, step_BLH, decay_H)
         y_BLHK, state = state_space(inputs, documents_BL, chunk=self.chunk, state=state)

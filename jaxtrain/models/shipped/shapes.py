@@ -112,11 +112,8 @@ class Tensors:
 
 
 def inner_width(config: TransformerConfig) -> int:
-    """Numbers of heads per token that attention keeps for its backward pass beside results of its linear layers.
-
-    Of a state space: the convolved value, its chunks, their outputs, the states between them, the sum with what skips
-    the state, and the normalized one.
-    """
+    """Numbers of heads per token that attention, or a state space, keeps beside results of its linear layers."""
+    # Of a state space: convolved values, their chunks and outputs, states, the sum with what skips them, its norm.
     return config.num_heads * config.head_width * (1 if config.state_space is None else 7)
 
 
@@ -204,13 +201,6 @@ def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     heads = LinearShape((), (config.num_heads, config.head_width), ("heads", "head_dim"))
     groups = LinearShape((), (config.kv_heads, config.head_width), ("kv_heads", "head_dim"))
     return {"query_norm": heads, "key_norm": groups}
-
-
-def per_head(config: TransformerConfig) -> tuple[str, ...]:
-    """The parameters of attention, or of a state space, that are one number a head."""
-    if config.state_space is not None:
-        return ("log_decay", "step_bias", "skip")
-    return ("sinks",) if config.attention_sinks else ()
 
 
 def router_shape(config: TransformerConfig) -> LinearShape:
@@ -356,7 +346,8 @@ def _stack(config: TransformerConfig) -> Rows:
         rows |= _norm(f"blocks/{name}", config, layers=layers)
     for name, one in attention_norm_shapes(config).items():
         rows[f"blocks/attention/{name}/scale"] = ((layers, *one.outputs), ("layers", *one.axes))
-    for name in per_head(config):
+    per_head = ("sinks",) if config.attention_sinks else ()
+    for name in per_head if config.state_space is None else ("log_decay", "step_bias", "skip"):
         rows[f"blocks/attention/{name}"] = ((layers, config.num_heads), ("layers", "heads"))
     for name, one in convolution_shapes(config).items():
         rows |= _linear(f"blocks/attention/{name}", one, layers=layers)
