@@ -135,7 +135,7 @@ def _training() -> None:
     add_shared(parser, "--emulate")
 
     parser = _verb("eval", "evaluate a run on held-out rows, or on lm-eval-harness tasks", "eval.run")
-    parser.example = "eval runs/first evaluation.max_batches=null"
+    parser.example = "eval runs/first evaluation.max_batches=50"
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="run directory; with --tasks also a published model folder or GGUF file")
     add_shared(parser, "overrides")

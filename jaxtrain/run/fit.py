@@ -127,8 +127,7 @@ def fit(
         "precision": {"policy": policy},
         "compiler_options": compiler_options or {},
         "finetune": finetune or {},
-        # The default of a config, 50 batches, would leave most of the rows out that somebody gives.
-        "evaluation": {"max_batches": None, **(evaluation or {})},
+        "evaluation": evaluation or {},
         "checkpoint": checkpoint or {},
         "logging": logging or {},
     }
