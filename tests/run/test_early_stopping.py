@@ -94,3 +94,9 @@ def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Pat
         fit(tmp_path, optimizer=optax.adam(1e-2), steps=16, evaluation={"every": 2}, **other)
     with pytest.raises(jt.UserError, match="ScaleByAdam -> ScaleByBelief"):
         fit(tmp_path, optimizer=optax.adabelief(1e-2), steps=16, evaluation={"every": 2}, validation=(X[:48], Y[:48]))
+
+
+def test_the_best_evaluation_is_known_after_a_resume_with_another_interval(tmp_path: Path) -> None:
+    with pytest.raises(jt.PreemptedError):
+        overfit(tmp_path, callbacks=[jt.EarlyStopping(patience=3), stop_after(5)])
+    assert overfit(tmp_path, evaluation={"every": 3}).step == 9, "step 2 is the best, and 4, 6 and 9 are worse"
