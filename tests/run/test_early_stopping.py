@@ -100,3 +100,17 @@ def test_the_best_evaluation_is_known_after_a_resume_with_another_interval(tmp_p
     with pytest.raises(jt.PreemptedError):
         overfit(tmp_path, callbacks=[jt.EarlyStopping(patience=3), stop_after(5)])
     assert overfit(tmp_path, evaluation={"every": 3}).step == 9, "step 2 is the best, and 4, 6 and 9 are worse"
+
+
+def test_losses_of_other_settings_are_not_compared(tmp_path: Path) -> None:
+    config = {
+        "task": "classification",
+        "model": {"kind": "mlp", "hidden_dims": [4]},
+        "data": {"kind": "digits"},
+        "checkpoint": {"keep_best": True},
+        "logging": {"tensorboard": False, "report": False},
+    }
+    jt.run_config(config, overrides={"train.steps": 1}, run_dir=tmp_path)
+    other = {"train.steps": 2, "loss.label_smoothing": 0.3}
+    with pytest.raises(jt.ConfigError, match=r"label_smoothing 0\.0 -> 0\.3: evaluations before and after"):
+        jt.run_config(config, overrides=other, run_dir=tmp_path, resume="must")
