@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.commands.shared import own_code, print_json, print_text
 from jaxtrain.config import Loaded, load_config
@@ -12,9 +12,6 @@ from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.terminal import print_remark, printable
-
-if TYPE_CHECKING:
-    from jaxtrain.data.sources.shards import Prepared
 
 
 def _load(arguments: argparse.Namespace) -> Loaded:
@@ -34,11 +31,11 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
     last = time.monotonic()
 
-    def show(found: "Prepared") -> None:
+    def show(documents: int, tokens: int) -> None:
         nonlocal last
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            print_remark(f"encoding: {found.documents:,} documents, {found.tokens:,} tokens")
+            print_remark(f"encoding: {documents:,} documents, {tokens:,} tokens")
 
     folder = local_path(arguments.output, what="--output")
     made = prepare_tokens(source, folder, progress=show)

@@ -61,8 +61,7 @@ def _writing(arguments: argparse.Namespace) -> Writing:
     watched = sys.stdout.isatty() and jax.process_count() == 1
     # Without a stop nobody looks before the end.
     piece = 1 if arguments.stream or watched else _PIECE if arguments.stop else None
-    skip = not arguments.special_tokens
-    return Writing(arguments.tokens, sampling, arguments.seed, arguments.stop, skip, piece)
+    return Writing(arguments.tokens, sampling, arguments.seed, arguments.stop, piece=piece)
 
 
 def _prompts(given: Sequence[str] | None) -> Sequence[str]:

@@ -168,7 +168,6 @@ def _use() -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     add("--seed", type=step_number, default=0, metavar="N", help="random seed; default: 0")
     add("--stream", action="store_true", help="print text while it is generated; default: on a terminal")
-    add("--special-tokens", action="store_true", help="print special tokens too")
     add_shared(parser, "--quantize", "--step", "--emulate", "--json")
 
     parser = _verb("predict", "write a model's predictions for the rows of a file", "predict.run")

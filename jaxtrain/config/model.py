@@ -130,7 +130,9 @@ class ExpertsConfig(Group):
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """What the router makes of its logits: a probability among all experts, or each one's sigmoid (DeepSeek V3)."""
     score_bias: bool = False
-    """Add a bias per expert to the scores by which experts are chosen, which no gradient moves (DeepSeek V3)."""
+    """Add a bias per expert to the scores by which experts are chosen (DeepSeek V3)."""
+    score_bias_step: NonNegative = 0.001
+    """How far an update moves that bias down for an expert with more tokens than the mean, else up; 0: it stays."""
     normalize_weights: bool | None = None
     """Let the weights of a token's experts sum to 1; null: with several experts per token."""
     weights_scale: Positive = 1.0
@@ -149,6 +151,11 @@ class ExpertsConfig(Group):
     """Weight of the loss that makes the experts process equal numbers of tokens."""
     router_z_weight: NonNegative = 0.001
     """Weight of the loss that keeps the router's logits small."""
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the weights of a token's experts sum to 1, before their factor."""
+        return self.experts_per_token > 1 if self.normalize_weights is None else self.normalize_weights
 
     @property
     def groups_fit(self) -> bool:

@@ -91,6 +91,8 @@ def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any
         settings |= dict(num_kv_heads=model.kv_heads, head_dim=model.head_width, mlp_dim=model.mlp_width)
     if isinstance(model, TransformerConfig):
         settings |= dict(norm_bias=model.norms_have_biases)
+        if model.experts is not None:
+            settings["experts"] |= dict(normalize_weights=model.experts.normalizes)
     if isinstance(model, TransformerConfig) and isinstance(model.rope_scaling, LongRope):
         scaling = model.rope_scaling
         factor = scaling.attention_factor or longrope_factor(scaling.original_length, model.max_sequence_length)

@@ -15,6 +15,7 @@ from jaxtrain.interop.formats.rows import Entry, Shape
 
 # What a published config does not say, or what changes how outputs are computed but not what they are.
 _NOT_COMPARED = ("size", "from", "attention", "dropout")
+_OF_TRAINING = ("load_balance_weight", "router_z_weight", "score_bias_step")  # of experts
 
 
 def _unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
@@ -29,8 +30,16 @@ def _unsaid(family: Family, settings: Mapping[str, Any]) -> list[str]:
         said = str(error) if isinstance(error, ConfigError) else str(error.errors()[0]["msg"])
         # A family that cannot write a model at all counts as one that cannot say two of its keys.
         return [said] * 2
-    differing = (key for key, value in settings.items() if key not in _NOT_COMPARED and again.get(key, key) != value)
-    return [f"model.{key}={settings[key]}" for key in differing]
+    ours, again = _of_outputs(settings), _of_outputs(again)
+    return [f"model.{key}={value}" for key, value in ours.items() if again.get(key, key) != value]
+
+
+def _of_outputs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a model group outputs follow from; a key of experts as `experts.KEY`."""
+    experts = settings.get("experts") or {}
+    flat = {**settings, **{f"experts.{key}": value for key, value in experts.items() if key not in _OF_TRAINING}}
+    flat["experts"] = "{}" if experts else None
+    return {key: value for key, value in flat.items() if key not in _NOT_COMPARED}
 
 
 def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) -> Family:
@@ -46,7 +55,7 @@ def family_for(settings: Mapping[str, Any], *, model_type: str | None = None) ->
     families = list(FAMILIES.values()) if model_type is None else [family_of(model_type)]
     nearest = min(families, key=lambda family: len(_unsaid(family, settings)))
     if problems := _unsaid(nearest, settings):
-        which = "no published family fits this model; the nearest," if model_type is None else "the model came from"
+        which = "no published family fits this model; the nearest is" if model_type is None else "the model came from"
         raise ConfigError(f"{which} {nearest.name}, which cannot express {problems[0]}")
     return nearest
 

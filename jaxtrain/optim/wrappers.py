@@ -1,4 +1,4 @@
-"""Optimizers around optimizers: groups of parameters, and the promise `elementwise`.
+"""Optimizers around optimizers: groups of parameters, biases of routers, and the promise `elementwise`.
 
 As any wrapper of optax, each hands on whatever the step gives to those that it wraps.
 """
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim.rules import check_groups, group_number
@@ -41,6 +42,27 @@ def elementwise(transformation: optax.GradientTransformation) -> ElementwiseTran
     """
     accepts_more = optax.with_extra_args_support(transformation)
     return ElementwiseTransformation(accepts_more.init, accepts_more.update)
+
+
+def balance_experts(optimizer: optax.GradientTransformation, step: float) -> optax.GradientTransformation:
+    """Let an optimizer move each router's `score_bias` against the load of its expert: by `step`, down or up.
+
+    Its gradient has the sign of the load less the mean (`ops.experts.compute.level_load`).
+
+    Source: Wang et al. 2024 (auxiliary-loss-free load balancing, algorithm 1); DeepSeek-AI 2024, section 2.1.2.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(updates: Tree, state: Any, params: Tree = None, **extra: object) -> tuple[Tree, Any]:
+        moved, state = inner.update(updates, state, params, **extra)
+
+        def one(path: jax.tree_util.KeyPath, gradient: jax.Array, move: jax.Array) -> jax.Array:
+            return -step * jnp.sign(gradient) if path_name(path).endswith("/score_bias") else move
+
+        return jax.tree_util.tree_map_with_path(one, updates, moved), state
+
+    balanced = optax.GradientTransformationExtraArgs(inner.init, update)  # pyright: ignore[reportArgumentType]
+    return elementwise(balanced) if isinstance(optimizer, ElementwiseTransformation) else balanced
 
 
 # --- Groups. ---

@@ -34,8 +34,8 @@ class Moment:
 
     Attributes:
         step: steps done.
-        metrics: of that step (`loss`, `grad_norm`, the task's own), of the evaluation (`eval_loss`, ...), or empty
-            after a save; numbers, a vector as `name_0`, `name_1`. Equal on every process.
+        metrics: of that step (`loss`, `grad_norm`, the task's own), or of the evaluation
+            (`eval_loss`, ...); numbers, a vector as `name_0`, `name_1`. Equal on every process.
         state: the state after that step, on the mesh. Read it, but do not keep it: the next step takes its memory over.
         run_dir: directory of the run.
 
@@ -79,7 +79,6 @@ class Callback:
         on_step: called after every `every` steps and after the last one. No step is under way meanwhile, so a device
             waits: for steps of milliseconds, raise `every`.
         on_evaluation: called after each evaluation.
-        on_save: called once a checkpoint is complete.
         every: steps between two calls of `on_step`.
 
     Example:
@@ -90,7 +89,6 @@ class Callback:
 
     on_step: Callable[[Moment], Answer] | None = None
     on_evaluation: Callable[[Moment], Answer] | None = None
-    on_save: Callable[[Moment], Answer] | None = None
     every: int = 1
 
 
@@ -197,11 +195,6 @@ class Watch:
             self._evaluations = recorded_values(run_dir, self._rule.metric, every=self._every, last=start)
             self._decide(self._rule)
 
-    @property
-    def sees_saves(self) -> bool:
-        """Whether a callback is to be called once a checkpoint is complete."""
-        return any(callback.on_save is not None for callback in self._callbacks)
-
     def sees(self, number: int) -> bool:
         """Whether a callback wants to see this step; all want to see the last one."""
         return bool(self._due(number))
@@ -231,10 +224,6 @@ class Watch:
                 self._evaluations[number] = value
                 self._decide(rule)
         self._call([one.on_evaluation for one in self._callbacks], number, numbers, state)
-
-    def saved(self, number: int, state: TrainState) -> None:
-        """Call `on_save`."""
-        self._call([one.on_save for one in self._callbacks], number, {}, state)
 
     def score_after(self, number: int) -> float | None:
         """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""

@@ -1,14 +1,16 @@
 """The training loop: dispatch step k + 1, then read what step k gave, so that the device never waits for the host."""
 
 import time
+from collections.abc import Mapping
 
 import jax
 
 from jaxtrain.checkpoint.storage import from_process_0
+from jaxtrain.config.schema import SpikesConfig
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
-from jaxtrain.run.bad_steps import BadSteps
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.interrupt import StoppedWaiting
 from jaxtrain.run.saving import is_due
 from jaxtrain.run.session import Session, shown_metrics
@@ -17,6 +19,8 @@ from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 
 _PROFILED_STEPS = 3
+# Lines on bad steps of one process; after these the counts of skipped steps go on alone.
+_MOST_SHOWN = 10
 
 
 class StepClock:
@@ -89,7 +93,7 @@ def _run_steps(session: Session) -> tuple[TrainState, int]:
     start, state = session.start, session.state
     depth = queue_depth(run.batches.spec()) if config.prefetch == "auto" else config.prefetch
     loaded = prefetch(run.step.loader(run.batches), start, config.steps, depth=depth)
-    bad_steps = BadSteps(run.config.spikes, session.progress)
+    bad_steps = _BadSteps(run.config.spikes, session.progress)
     profile = _Profile(session)
     session.progress.start(config.steps, start)
     batches = session.activity.fed(interrupt.until_asked(loaded), first=start + 1)
@@ -182,6 +186,29 @@ def _data_failed(session: Session, number: int, state: TrainState, error: Except
     if session.save_on_failure(number, state, says=not is_line) and is_line:
         where = f"step {number} is saved in {session.checkpointer.directory}"
         raise DataError(f"{error}; {where}: run again with such data to resume") from error
+
+
+class _BadSteps:
+    """Says which steps were skipped, by their metrics once they are done."""
+
+    def __init__(self, spikes: SpikesConfig | None, progress: Progress) -> None:
+        self._spikes, self._progress, self._shown = spikes, progress, 0
+
+    def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Look at the metrics of a step that is done."""
+        is_spike = self._spikes is not None and bool(metrics["spiked"])
+        # A batch without weight is skipped without a fault.
+        is_empty = float(metrics["weight"]) == 0 and float(metrics["grad_norm"]) == 0
+        if not (is_spike or (int(metrics["skipped_in_a_row"]) and not is_empty)) or self._shown >= _MOST_SHOWN:
+            return
+        self._shown += 1
+        numbers = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
+        what = "is not finite"
+        if is_spike and self._spikes is not None:
+            what = (
+                f"is a spike, more than {self._spikes.sigmas:g} deviations above the last {self._spikes.window} steps"
+            )
+        self._progress.message(f"step {number} {what}: {numbers}; batch {number - 1} is skipped")
 
 
 class _Profile:

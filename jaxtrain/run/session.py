@@ -112,12 +112,7 @@ class Session:
             self.checkpointer.add_eval_loss(number, loss, score=self.watch.score_after(number))
 
     def save(self, number: int, state: TrainState) -> None:
-        """Begin to save the state after a step, unless it was saved; callbacks that see saves wait for its end."""
-        if self._write(number, state) and self.watch.sees_saves and self.saves.settle():
-            self.watch.saved(number, state)
-
-    def _write(self, number: int, state: TrainState) -> bool:
-        """Begin a save; False where the step was saved already."""
+        """Begin to save the state after a step, unless it was saved."""
         record, score = self.record, self.watch.score_after(number)
         loss = self.metrics.get("eval_loss") if self.evaluated == number else None
         with record.spent.measure("saving"):
@@ -125,7 +120,6 @@ class Session:
             began = self.saves.save(number, saved, metadata=self.metadata, loss=loss, score=score)
         if began:
             record.update()
-        return began
 
     def stop(self, number: int, state: TrainState) -> NoReturn:
         """Save the state after a step and raise the error that ends the run with exit code 75."""
@@ -152,7 +146,7 @@ class Session:
         if jax.process_count() > 1:  # the others may be in no save
             return False
         with contextlib.suppress(Exception):
-            self._write(number, state)
+            self.save(number, state)
             self.saves.wait(hurry=True)
             if says:
                 self.progress.message(f"step {number} is saved in {self.checkpointer.directory}: run again to resume")

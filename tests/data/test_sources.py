@@ -169,6 +169,18 @@ def test_prepared_shards_give_the_rows_of_the_text(kind, tokens_per_shard, tmp_p
     assert load_tokenizer(tmp_path / "shards" / "tokenizer.json").vocab_size == mapped.tokenizer.vocab_size
 
 
+def test_a_preparation_that_ends_early_leaves_nothing(tmp_path):
+    def stop(documents, tokens):
+        assert (documents, tokens > 0) == (3, True)
+        raise KeyboardInterrupt
+
+    config = TextData(path=str(write_text(tmp_path)), tokenizer=TokenizerConfig(kind="byte"))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tokens(config, tmp_path / "shards", progress=stop)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("targets", "task", "outputs", "words"),
     [

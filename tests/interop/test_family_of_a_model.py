@@ -60,12 +60,18 @@ def test_a_scaling_of_rotary_positions_that_no_family_can_say_beside_the_rest_is
 def test_a_model_that_no_family_can_say_is_refused_by_the_nearest_of_its_kind(name, change, says):
     with pytest.raises(ConfigError) as caught:
         family_for(settings(name) | change)
-    assert str(caught.value).startswith(f"no published family fits this model; the nearest, {says}")
+    assert str(caught.value).startswith(f"no published family fits this model; the nearest is {says}")
 
 
 def with_one_choice(name):
     model = settings(name)
-    return model | {"experts": model["experts"] | {"experts_per_token": 1}}
+    return model | {"experts": model["experts"] | {"experts_per_token": 1, "normalize_weights": False}}
+
+
+def test_losses_of_routers_are_of_no_published_config():
+    model = settings("mixtral")
+    model["experts"] |= {"load_balance_weight": 0.0, "router_z_weight": 0.0}
+    assert family_for(model).name == "mixtral"
 
 
 def test_one_expert_per_token_has_its_probability_as_weight():
@@ -75,7 +81,7 @@ def test_one_expert_per_token_has_its_probability_as_weight():
     assert (written["model_type"], written["norm_topk_prob"]) == ("qwen3_moe", False)
     with pytest.raises(ConfigError, match=r"norm_topk_prob: true.* it knows false"):
         family_of("qwen3_moe").from_published(written | {"norm_topk_prob": True})
-    with pytest.raises(ConfigError, match="experts_per_token': 1"):
+    with pytest.raises(ConfigError, match="which cannot express"):
         family_for(with_one_choice("mixtral"))
     with pytest.raises(ConfigError, match="num_experts_per_tok: 1"):
         family_of("mixtral").from_published(config_of("mixtral") | {"num_experts_per_tok": 1})

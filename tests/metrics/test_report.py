@@ -169,7 +169,7 @@ _FALLING = [(step, 5.0 - step / 200) for step in range(100, 801, 100)]
 _SAID = {
     "overfits": (
         _LANGUAGE, _FALLING, [(200, 4.0), (600, 3.83), (800, 3.94)],
-        "best at step 600 (3.83) and has risen by 0.11 since; training loss still falls: the model overfits",
+        "best at step 600 (3.83) and has risen by 0.11 since: the model may overfit",
     ),
     "still falls": (
         _LANGUAGE, _FALLING, [(400, 4.0), (800, 3.8)],

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from dense_experts import dense_experts
 from flax import nnx
@@ -11,6 +12,7 @@ from jaxtrain.config.model import ExpertsConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.moe import MoE
 from jaxtrain.ops.experts.compute import Kernels, route
+from jaxtrain.optim.wrappers import balance_experts
 
 CONFIG = TransformerConfig(
     num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, experts=ExpertsConfig(num_experts=4, experts_per_token=2)
@@ -78,3 +80,25 @@ def test_half_precision_routes_in_float32():
     _, expected_losses, expected_load = apply(*jax.tree.map(np.float32, (half, x)))
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
     np.testing.assert_array_equal(load, expected_load)
+
+
+def test_bias_of_scores_moves_against_the_load_and_levels_it():
+    params, apply = parts(CONFIG.model_copy(update={"experts": ExpertsConfig(num_experts=4, score_bias=True)}))
+    kernels, rest = {"moe": nnx.to_pure_dict(params)}, optax.sgd(0.5)
+    kernels["moe"]["score_bias"] = np.zeros(4, np.float32)
+    kernels["moe"]["router"]["kernel"][:, 0] += X.mean((0, 1))  # the first expert has most tokens
+    loss = jax.jit(jax.grad(lambda tree: jnp.sum(apply(nnx.State(tree["moe"]), X)[1])))
+    optimizer = balance_experts(rest, 0.002)
+    tree, state, loads = kernels, optimizer.init(kernels), []
+    for _ in range(60):
+        loads.append(np.asarray(apply(nnx.State(tree["moe"]), X)[2]))
+        gradients = loss(tree)
+        updates, state = optimizer.update(gradients, state, tree)
+        expected = -0.002 * np.sign(loads[-1] - 1 / 4)
+        np.testing.assert_allclose(updates["moe"]["score_bias"], expected, rtol=1e-6)
+        np.testing.assert_array_equal(updates["moe"]["up"]["kernel"], -0.5 * gradients["moe"]["up"]["kernel"])
+        tree = {"moe": kernels["moe"] | {"score_bias": tree["moe"]["score_bias"] + updates["moe"]["score_bias"]}}
+    assert np.max(loads[0]) > 0.4
+    assert np.max(np.mean(loads[-10:], axis=0)) < 0.3
+    norms = [float(optax.tree.norm(one)) for one in (gradients, {"moe": gradients["moe"] | {"score_bias": 0.0}})]
+    assert norms[0] == norms[1]

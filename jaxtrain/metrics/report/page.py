@@ -148,23 +148,12 @@ def _held_out(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "good", f"{said}, its last evaluation: more steps may lower it further."
     elif rise <= _AS_GOOD * abs(lowest):
         yield "good", f"{said} and has stayed there since ({rounded(last)} at step {last_step:,})."
-    elif (np.diff(values[steps >= step]) < 0).any():
-        yield "", f"{said} and has risen by {rise:.2g} since, up and down: the model may overfit."
-    elif _training_fell_since(run, step):
+    else:
         yield (
             "bad",
-            f"{said} and has risen by {rise:.2g} since; training loss still falls: the model overfits. Fewer "
-            "steps, more rows, dropout or weight decay help; checkpoint.keep_best=true keeps the best step.",
+            f"{said} and has risen by {rise:.2g} since: the model may overfit. Fewer steps, more rows, dropout or "
+            "weight decay help; checkpoint.keep_best=true keeps the best step.",
         )
-    else:
-        yield "bad", f"{said} and has risen by {rise:.2g} since, as training loss has: try a lower learning rate."
-
-
-def _training_fell_since(run: RunFiles, step: int) -> bool:
-    """Whether the training loss at the end is below that around a step."""
-    end, (steps, values) = run.end("loss"), run.series.get("loss", (np.zeros(1), np.zeros(1)))
-    place, width = int(np.abs(steps - step).argmin()), max(1, len(values) // 30)
-    return end is not None and end < float(np.nanmean(values[max(0, place - width) : place + width]))
 
 
 def _sample(run: RunFiles) -> str:

@@ -16,7 +16,7 @@ from jaxtrain.layout.sharding import constrain, sum_over_shards
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.elementwise import aligned
-from jaxtrain.ops.experts.compute import Kernels, RouteRule, route, router_loss
+from jaxtrain.ops.experts.compute import Kernels, RouteRule, level_load, route, router_loss
 from jaxtrain.ops.experts.exchange import expert_load, experts_mlp
 
 
@@ -71,7 +71,7 @@ class MoE(nnx.Module):
         said = config.experts
         self.score_bias = nnx.Param(jnp.zeros(router.outputs, jnp.float32)) if said.score_bias else None
         sigmoid, groups = said.scores == "sigmoid", (said.groups, said.groups_per_token)
-        self.rule = RouteRule(sigmoid, said.normalize_weights, said.weights_scale, *groups)
+        self.rule = RouteRule(sigmoid, said.normalizes, said.weights_scale, *groups)
 
         def kernel(name: str, stddev: float = INIT_STDDEV) -> Kernel:
             bias = (experts, *shapes[name].outputs) if has_bias else None
@@ -105,6 +105,8 @@ class MoE(nnx.Module):
                 load_balance_weight=config.load_balance_weight,
                 router_z_weight=config.router_z_weight,
             )
+            if bias_E is not None:
+                loss_BL = loss_BL + level_load(bias_E, load_E)
             loss_BL = loss_BL if real_BL is None else jnp.where(real_BL, loss_BL, 0.0)
         layers = (self.up, self.gate, self.down)
         arrays = [None if one is None else one.kernel[...] for one in layers]

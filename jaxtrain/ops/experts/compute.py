@@ -85,7 +85,7 @@ def route(
         logits_BLE: float32, E replicated.
         experts_per_token: K.
         rule: how scores and weights are made; None: `RouteRule()`.
-        bias_E: float32, added to the scores where experts are chosen, not in the weights; no gradient flows to it.
+        bias_E: float32, added to the scores where experts are chosen, not in the weights; without a gradient here.
 
     Returns:
         Weights float32 [B, L, K], differentiable in the logits, and expert ids int32 [B, L, K], distinct for each token
@@ -159,6 +159,15 @@ def router_loss(logits_BLE: Array, load_E: Array, *, load_balance_weight: float,
     balance_BL = jnp.sum(load_11E * probabilities_BLE, axis=-1) * load_E.shape[0]
     z_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
     return load_balance_weight * balance_BL + router_z_weight * z_BL**2
+
+
+def level_load(bias_E: Array, load_E: Array) -> Array:
+    """0, float32 [], whose gradient in `bias_E` is a multiple above 0 of the load less its mean.
+
+    The multiple is small enough to change no norm of all gradients: only the sign is of use (`optim.balance_experts`).
+    """
+    excess_E = jax.lax.stop_gradient(load_E) - 1 / load_E.shape[0]
+    return 2.0**-20 * jnp.sum((bias_E - jax.lax.stop_gradient(bias_E)) * aligned(excess_E, bias_E))
 
 
 def sort_pairs(ids_NK: Array, num_experts: int, num_rows: int) -> tuple[Places, Array]:
