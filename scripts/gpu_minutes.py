@@ -5,8 +5,8 @@
 
 Each part is a process with a time limit, which grows by what the parts before it left of theirs; a part that fails or
 hangs costs only itself. Its figures are in DIR (default: $OUT) as soon as they are there: in PART.json while it runs,
-then in results.json and in table.md, for docs/benchmarks.md. Its output is in log.txt. PART.json goes when the part has
-ended, because the tool that lends a card returns eight files. CONTRIBUTING.md has the command for that tool.
+then in results.json and table.md, and its output is in log.txt: no more files than a borrowed machine may return.
+CONTRIBUTING.md has the commands.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import jaxtrain as jt  # noqa: E402  (the checkout's, not an installed one)
-from jaxtrain.plan.hardware import hardware_of  # noqa: E402
+from jaxtrain.plan.estimate import analyse  # noqa: E402
+from jaxtrain.plan.hardware import Hardware, hardware_of  # noqa: E402
+from jaxtrain.plan.targets import Target, measure_cpu  # noqa: E402
 from jaxtrain.plan.workload import describe_workload  # noqa: E402
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pydantic", "torch", "triton")
@@ -183,22 +185,20 @@ def plan(minutes: Minutes) -> Iterator[Figure]:
     for name in CONFIGS:
         yield from attempt(name, partial(planned, minutes, name, efficiencies))
     if efficiencies:
-        yield figure(
-            "matmul_efficiency of hardware.yaml", statistics.median(efficiencies), note="fitted to the times above"
-        )
+        yield figure("matmul_efficiency", statistics.median(efficiencies), note="of hardware.yaml, by these times")
+
+
+@cache
+def hardware_on(kind: str) -> Hardware | None:
+    """The catalogue's row of a device; by its name, because benches need the memory that this process would take."""
+    return measure_cpu(1) if kind == "cpu" else hardware_of(kind)
 
 
 def planned(minutes: Minutes, name: str, efficiencies: list[float]) -> Iterator[Figure]:
     """Peak and time of a config by the planner over the measured ones; adds the efficiency."""
-    from jaxtrain.plan.estimate import analyse
-    from jaxtrain.plan.targets import Target, measure_cpu
-
     answer, config = minutes.bench(CONFIGS[name]), config_of(minutes.words(CONFIGS[name]))
-    # By its name: the benches need the memory that this process would take of the card.
-    kind, step = answer["device"]["kind"], answer["step"]
-    hardware = measure_cpu(1) if kind == "cpu" else hardware_of(kind)
-    if hardware is None:
-        raise RuntimeError(f"{kind} is not in the catalogue")
+    hardware, step = hardware_on(answer["device"]["kind"]), answer["step"]
+    assert hardware is not None, "a device that is not in the catalogue"
 
     def analysed(efficiency: float | None) -> Any:
         return analyse(config, Target(dataclasses.replace(hardware, matmul_efficiency=efficiency), 1, 1))
@@ -387,15 +387,12 @@ def grouped(minutes: Minutes, name: str, multiply: Callable[..., Any]) -> Iterat
         parts = zip(jnp.split(x, np.cumsum(sizes)[:-1]), kernels, strict=True)
         return jnp.concatenate([jnp.matmul(part, kernel, precision="highest") for part, kernel in parts])
 
-    forward = jax.jit(lambda x, kernels, sizes: multiply(x, kernels, sizes))
     both = jax.jit(lambda sizes, *arrays: with_gradients(lambda x, kernels: multiply(x, kernels, sizes), *arrays))
     truth = jax.jit(partial(with_gradients, exact))(*(one.astype("float32") for one in arrays))
-    given, products = jnp.asarray(sizes), 2 * rows * inputs * outputs / 1e12
-    far = difference(both(given, *arrays), truth)
+    far, operations = difference(both(sizes, *arrays), truth), 3 * 2 * rows * inputs * outputs
     yield figure(f"{name}: result and gradients", far, "off", ("at most", 1e-2))
-    yield figure(f"{name}: forward", products / call_seconds(lambda: forward(*arrays[:2], given)), "TFLOP/s")
-    rate = 3 * products / call_seconds(lambda: both(given, *arrays))
-    yield figure(f"{name}: with gradients", rate, "TFLOP/s")
+    rate = operations / call_seconds(lambda: both(sizes, *arrays)) / 1e12
+    yield figure(f"{name}: forward and backward", rate, "TFLOP/s")
 
 
 def resume(minutes: Minutes) -> Iterator[Figure]:
@@ -447,12 +444,6 @@ PARTS: dict[str, tuple[Callable[[Minutes], Iterator[Figure]], int]] = {
 }
 
 
-def write(path: Path, text: str) -> None:
-    """Replace a file at once: a part may be killed at any moment."""
-    path.with_suffix(".new").write_text(text, encoding="utf-8")
-    path.with_suffix(".new").replace(path)
-
-
 def run_part(name: str, minutes: Minutes) -> None:
     """Be the process of a part: print and write each figure as soon as it is there."""
     for part in json.loads((minutes.out / "results.json").read_text())["parts"].values():
@@ -460,7 +451,9 @@ def run_part(name: str, minutes: Minutes) -> None:
     found: dict[str, Any] = {"figures": [], "benches": minutes.benches}
     for one in PARTS[name][0](minutes):
         found["figures"].append(one)
-        write(minutes.out / f"{name}.json", json.dumps(found, indent=1))
+        file = minutes.out / f"{name}.new"
+        file.write_text(json.dumps(found))
+        file.replace(file.with_suffix(".json"))  # at once: a part may be killed at any moment
         print(f"{name}: {one['name']}: {shown(one)} {verdict(one)}", flush=True)
 
 
@@ -525,8 +518,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), required="OUT" not in os.environ)
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...")
-    parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own")
-    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, and eight times as long for each part")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     minutes, chosen = Minutes(arguments.out.resolve(), arguments.rehearse), arguments.only.split(",")
@@ -537,13 +529,13 @@ def main() -> None:
         parser.error(f"--only {arguments.only}: the parts are {','.join(PARTS)}")
     minutes.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": machine(), "rehearsal": minutes.rehearse, "parts": {}}
-    write(minutes.out / "results.json", json.dumps(results))  # in place of those of an earlier run
+    (minutes.out / "results.json").write_text(json.dumps(results))  # in place of those of an earlier run
     end = time.monotonic()
     for name in (one for one in PARTS if one in chosen):
-        end += arguments.limit or PARTS[name][1]
+        end += PARTS[name][1] * (8 if minutes.rehearse else 1)
         found = results["parts"][name] = run_process(name, minutes, end - time.monotonic())
-        write(minutes.out / "results.json", json.dumps(results, indent=1))
-        write(minutes.out / "table.md", table(results))
+        (minutes.out / "results.json").write_text(json.dumps(results, indent=1))
+        (minutes.out / "table.md").write_text(table(results))
         print(f"{name}: {found['error'] or 'done'} after {found['seconds']} s", flush=True)
 
 
