@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
-from jaxtrain.config.rope import AnyRope, Factors
+from jaxtrain.config.rope import AnyRope, AttentionTemperature, Factors, LatentConfig, LocalLayers
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
 from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
@@ -137,6 +137,8 @@ class ExpertsConfig(Group):
     """Let the weights of a token's experts sum to 1; null: with several experts per token."""
     weights_scale: Positive = 1.0
     """Factor of the weights of the experts."""
+    weigh_inputs: bool = False
+    """Multiply the input of a token's expert by its weight, in place of the output (Llama 4)."""
     groups: PositiveInt = 1
     """Equal groups of experts; a token takes experts of the groups whose two best scores are largest."""
     groups_per_token: PositiveInt = 1
@@ -163,34 +165,6 @@ class ExpertsConfig(Group):
         size, rest = divmod(self.num_experts, self.groups)
         fits = rest == 0 and size > 1 and self.groups_per_token * size >= self.experts_per_token
         return self.groups == 1 or (fits and self.groups_per_token <= self.groups)
-
-
-class LatentConfig(Group):
-    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
-
-    query_rank: PositiveInt | None = None
-    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
-    key_value_rank: PositiveInt
-    """Width of the vector that a token's keys and values are made of."""
-    nope_dim: PositiveInt
-    """Dims of a head's queries and keys without positions."""
-    rope_dim: PositiveInt
-    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
-    value_dim: PositiveInt
-    """Dims of a head's values."""
-    norm_epsilon: Ratio = 1e-6
-    """Added to the variance in the norms of these vectors."""
-
-
-class LocalLayers(Group):
-    """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
-
-    pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
-    """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
-    window: PositiveInt
-    """Positions that a local layer attends to, up to its own, and as many ahead if not causal."""
-    rope_theta: Positive | None = None
-    """Base of the (unscaled) rotary frequencies of local layers; null: as in the global layers."""
 
 
 class _Blocks(Published):
@@ -287,10 +261,12 @@ class TransformerConfig(_Blocks):
     """Store each norm's scale minus 1 (Gemma)."""
     norm_bias: bool | None = None
     """Add biases to LayerNorm (StableLM: true, with bias: false); null: if bias is true."""
-    qk_norm: bool | Literal["per_head", "whole"] = False
-    """Normalize queries and keys: each head (true: Qwen3), with scales per head (Cohere), over all heads (OLMo 2)."""
+    qk_norm: bool | Literal["per_head", "whole", "rotated"] = False
+    """Normalize queries and keys: a head, with scales per_head, all heads (whole), rotated ones unscaled (Llama 4)."""
     attention_softcap: Positive | None = None
     """Soft cap c of the attention scores s, computed as c tanh(s / c) (Gemma 2); null: no cap."""
+    attention_temperature: AttentionTemperature | None = None
+    """Growth of queries with their position in layers without rotary positions (Llama 4); null: none."""
     attention_sinks: bool = False
     """Attention sinks: add a learned score per head to the softmax, whose value is 0 (gpt-oss)."""
     activation: Activation = "swiglu"
@@ -392,12 +368,19 @@ class TransformerConfig(_Blocks):
         pairs = self.position != "rotary" or (self.rotary_dims > 0 and self.rotary_dims % 2 == 0)
         head, moe = self.head, self.experts is not None
         too_many = self.experts is not None and self.experts.experts_per_token > self.experts.num_experts
+        weighs_many = self.experts is not None and self.experts.weigh_inputs and self.experts.experts_per_token > 1
+        rotary = self.position == "rotary"
         patterned = self.local_layers is not None or self.rope_layers is not None
         patterned |= self.embedding_norm == "first_layer"
         sees_one = head is not None and head.is_pooled and head.pooling == "first" and self.causal
         refused = {
             f"rotary positions rotate pairs of dims, not {self.rotary_dims}; set an even head_dim": not pairs,
             "experts.experts_per_token is more than experts.num_experts; lower it": too_many,
+            "experts.weigh_inputs is of one expert per token; set experts.experts_per_token: 1": weighs_many,
+            "attention_temperature is of layers without rotary positions; set rope_layers": rotary
+            and self.attention_temperature is not None
+            and all(self.rope_layers or (1,)),
+            "qk_norm=rotated is of rotary positions; set position: rotary": self.qk_norm == "rotated" and not rotary,
             "experts.groups are not equal groups of two experts and more, of which groups_per_token hold those of a "
             "token": self.experts is not None and not self.experts.groups_fit,
             "experts have activation gelu, swiglu or clamped_swiglu": moe

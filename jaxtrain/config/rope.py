@@ -1,10 +1,10 @@
-"""Settings of the scaling of rotary frequencies for long contexts. No jax here."""
+"""Settings of attention: the scaling of rotary frequencies and of queries, local layers, latents. No jax here."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Group, Positive, PositiveInt
+from jaxtrain.config.base import Group, Positive, PositiveInt, Ratio
 
 _Factor = Annotated[float, Field(ge=1, le=1e6)]
 Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
@@ -65,3 +65,42 @@ class LongRope(Group):
 
 
 AnyRope = Annotated[RopeScaling | LinearRope | YarnRope | LongRope, Field(discriminator="kind")]
+
+
+class AttentionTemperature(Group):
+    """Growth of queries for long contexts (Llama 4), at position p by 1 + scale ln(1 + floor((p + 1) / step))."""
+
+    scale: Positive = 0.1
+    """Factor of the logarithm."""
+    step: PositiveInt = 8192
+    """Positions over which queries do not grow."""
+
+
+class LocalLayers(Group):
+    """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
+
+    pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
+    """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
+    window: PositiveInt
+    """Positions that a local layer attends to, up to its own, and as many ahead if not causal."""
+    chunked: bool = False
+    """Attend to the positions of the own chunk of `window` instead, counted from the start of a text (Llama 4)."""
+    rope_theta: Positive | None = None
+    """Base of the (unscaled) rotary frequencies of local layers; null: as in the global layers."""
+
+
+class LatentConfig(Group):
+    """Multi-head latent attention (DeepSeek V2): keys and values, and queries, are made of small normalized vectors."""
+
+    query_rank: PositiveInt | None = None
+    """Width of the vector that a token's queries are made of; null: queries are made of the residual stream."""
+    key_value_rank: PositiveInt
+    """Width of the vector that a token's keys and values are made of."""
+    nope_dim: PositiveInt
+    """Dims of a head's queries and keys without positions."""
+    rope_dim: PositiveInt
+    """Dims of a head's queries and keys that are rotated; all heads share those of the key."""
+    value_dim: PositiveInt
+    """Dims of a head's values."""
+    norm_epsilon: Ratio = 1e-6
+    """Added to the variance in the norms of these vectors."""

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config.arguments import check_choice
 from jaxtrain.errors import CheckpointError, ConfigError, UserError
 from jaxtrain.interop.families.family import Family
+from jaxtrain.interop.families.table import family_of
 from jaxtrain.interop.formats.hub import INDEX, SINGLE
 from jaxtrain.interop.formats.rows import Constant, Entry, Position, Row, Shape, names_of, positions
 from jaxtrain.interop.formats.safetensors import DTYPES, read_header, write_safetensors
@@ -136,7 +137,9 @@ def write_published(
     """
     folder, theirs = Path(folder), origin or Origin()
     most = _num_bytes(form.max_shard_size)
-    family = family_for(settings, model_type=theirs.config.get("model_type"))
+    model_type = theirs.config.get("model_type")
+    text = None if model_type is None else family_of(model_type).text
+    family = family_for(settings, model_type=model_type if text is None else text.name)
     name = form.dtype or theirs.dtypes.get("", "float32")
     check_choice(name, tuple(SAVED_DTYPES), what="dtype", write="float32, float16 or bfloat16")
     # Only the main process looks: when another one comes here, it may have written the folder already.

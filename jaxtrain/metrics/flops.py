@@ -223,7 +223,8 @@ def _stack_products(stack: Stack) -> dict[str, list[Product]]:
     attention = attention_shapes(config)
     query_dim, value_dim = math.prod(attention["query"].outputs), math.prod(attention["output"].inputs)
     # Scores and values are one product each over the pairs.
-    pairs = sum(visible_pairs(length, causal=config.causal, window=window) for window in config.windows)
+    chunked, causal = config.local_layers is not None and config.local_layers.chunked, config.causal
+    pairs = sum(visible_pairs(length, causal=causal, window=one, chunked=chunked) for one in config.windows)
     found = {
         "projections": [matmul(f"attention/{name}", math.prod(one.kernel)) for name, one in attention.items()],
         "scores": [Product(None, (query_dim + value_dim) * pairs, block)],

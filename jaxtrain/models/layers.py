@@ -58,6 +58,12 @@ class Linear(nnx.Module):
         return linear(x, kernel, bias, num_input_dims=self.num_input_dims, low_precision=self.low_precision)
 
 
+def normalized(x: jax.Array, epsilon: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """Divide by the root mean square over some dims, in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=axes, keepdims=True) + epsilon)).astype(x.dtype)
+
+
 class Norm(nnx.Module):
     """LayerNorm or RMSNorm over the last dims, in float32.
 
@@ -74,7 +80,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=self.axes, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=self.axes, keepdims=True) + self.epsilon)
+        y = normalized(y, self.epsilon, self.axes)
         scale = aligned(self.scale[...].astype(jnp.float32), y)
         y = y * (1 + scale if self.offset else scale)
         if self.bias is not None:
@@ -110,7 +116,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return drop_by_row(x, rate, key)
 
 
-def scaled(x: jax.Array, factor: float) -> jax.Array:
+def scaled(x: jax.Array, factor: float | jax.Array) -> jax.Array:
     """The product of an array of floats with a factor that is not rounded to its dtype (in bf16, 0.22 is 0.2197)."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 

@@ -147,6 +147,7 @@ def _whole_sequence(
         length=length,
         head_dim=model.head_width,
         form=form,
+        packed=model.local_layers is not None and model.local_layers.chunked and length > (form.window or length),
         # bf16 came with that generation.
         before_ampere=nvidia and "bf16" not in hardware.peak_flops,
     )

@@ -69,7 +69,7 @@ def old_form(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_interval(config: dict[str, Any]) -> dict[str, Any]:
-    """Write the config of a SmolLM3 in its old form, whose kinds of layers follow from the interval."""
+    """Write the config of a SmolLM3 or Llama 4 in its old form, whose kinds of layers follow from the interval."""
     return {name: value for name, value in old_form(config).items() if name not in ("no_rope_layers", "layer_types")}
 
 
@@ -89,9 +89,9 @@ def rope(group: dict[str, Any], **change: Any) -> dict[str, Any]:
     return {"rope_parameters": {**group, **change}}
 
 
-def one_kind(layers: int) -> tuple[dict[str, Any], ...]:
+def one_kind(layers: int, local: str = "sliding_attention") -> tuple[dict[str, Any], ...]:
     """Return the two changes of a model with windows in some layers: in every one, and in none."""
-    return tuple({"layer_types": [kind] * layers} for kind in ("sliding_attention", "full_attention"))
+    return tuple({"layer_types": [kind] * layers} for kind in (local, "full_attention"))
 
 
 _LLAMA: dict[str, Any] = {
@@ -360,6 +360,21 @@ FIXTURES = (
                    "model.layers.1.self_attn.k_proj.bias"),
         matters=(rope(_PARTIAL, partial_rotary_factor=1.0), {"attention_bias": False}, {"rms_norm_eps": 0.1},
                  rope(_PARTIAL, rope_theta=100.0)),
+    ),
+    causal(
+        "llama4_text", tf.Llama4TextConfig, dict(
+            num_hidden_layers=4, head_dim=8, attention_bias=True, num_local_experts=4, no_rope_layer_interval=3,
+            attention_chunk_size=5, floor_scale=4, attn_scale=0.7,
+            rope_parameters={**_LLAMA31, "factor": 16.0, "high_freq_factor": 1.0},
+        ),
+        old=by_interval,
+        gradients=("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.bias",
+                   "model.layers.1.feed_forward.router.weight", "model.layers.3.feed_forward.experts.gate_up_proj",
+                   "model.layers.2.feed_forward.shared_expert.down_proj.weight"),
+        matters=({"attention_chunk_size": 6}, *one_kind(4, "chunked_attention"), {"no_rope_layers": [1] * 4},
+                 {"no_rope_layers": [1, 0, 1, 1]}, {"attn_temperature_tuning": False}, {"attn_scale": 0.5},
+                 {"floor_scale": 5}, {"use_qk_norm": False}, {"rms_norm_eps": 0.1}, {"attention_bias": False},
+                 rope(_LLAMA31, factor=16.0), rope(_LLAMA31, rope_theta=100.0, factor=16.0, high_freq_factor=1.0)),
     ),
     Fixture(
         "llama_sequence", tf.LlamaForSequenceClassification,

@@ -18,7 +18,7 @@ from jaxtrain import load_pretrained, save_pretrained
 from jaxtrain.config.published import settings_of
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.interop.formats.safetensors import open_folder
+from jaxtrain.interop.formats.safetensors import open_folder, write_safetensors
 from jaxtrain.interop.read import by_path
 from jaxtrain.interop.write import floats_of, gathered, plan_tensors
 
@@ -41,7 +41,7 @@ ROWS = {
     **dict.fromkeys(("qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "phi3_longrope"), PLAIN),
     **dict.fromkeys(("phi", "gptj", "opt", "falcon", "falcon_7b"), PLAIN),
     **dict.fromkeys(("gpt2", "gpt_neox", "qwen2_window", "olmo2", "olmo3", "granite", "smollm3"), PLAIN),
-    **dict.fromkeys(("gpt_oss", "deepseek_v3", "deepseek_v2"), PLAIN),
+    **dict.fromkeys(("gpt_oss", "deepseek_v3", "deepseek_v2", "llama4_text"), PLAIN),
     **dict.fromkeys(("stablelm", "stablelm_parallel", "cohere", "cohere2", "glm4"), PLAIN),
     **dict.fromkeys(("bert_mlm", "bert_sequence", "bert_token", "roberta_mlm", "roberta_sequence"), ENCODER),
     **dict.fromkeys(("modernbert_mlm", "modernbert_sequence", "modernbert_token"), ENCODER),
@@ -123,10 +123,10 @@ def test_logits_and_gradient(name):
 
 
 # One of each way in which a cache is filled: experts, windows, local layers, layers without positions, factors, learned
-# places, places after an offset, sinks, a bias of the logits, latents and two stacks, two sequences.
+# places, places after an offset, sinks, a bias of the logits, latents and two stacks, chunks, two sequences.
 ANSWERS = (
     *("llama", "mixtral", "qwen2_window", "gemma3_text", "phi3_longrope", "cohere2", "gpt2", "opt", "gpt_oss", "phi"),
-    *("deepseek_v3", "t5"),
+    *("deepseek_v3", "llama4_text", "t5"),
 )
 
 
@@ -164,3 +164,20 @@ def test_comes_out_as_it_came_in(name, tmp_path):
     old = PUBLISHED / name / "config_old.json"
     if old.is_file():
         assert family.from_published(json.loads(old.read_text())) == settings
+
+
+@pytest.mark.parametrize("name", rows(("gemma3_text", "llama4_text")))
+def test_a_folder_that_sees_images_is_read_and_written_as_its_text_part(name, tmp_path):
+    text, folder = open_folder(PUBLISHED / name), tmp_path / "images"
+    folder.mkdir()
+    arrays = {f"language_model.{tensor}": text.read(tensor) for tensor in text.tensors}
+    arrays["vision_model.class_embedding"] = np.zeros(3, np.float32)
+    kinds = {tensor: (array.shape, array.dtype) for tensor, array in arrays.items()}
+    write_safetensors(folder / "model.safetensors", kinds, arrays.items())
+    config = {"model_type": name.removesuffix("_text"), "text_config": dict(text.config), "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    pretrained = load_pretrained(folder)
+    jax.tree.map(np.testing.assert_array_equal, pretrained.params, opened(name).params)
+    save_pretrained(tmp_path / "out", pretrained.params, model=pretrained)
+    after = open_folder(tmp_path / "out")
+    assert (after.config["model_type"], after.tensors.keys()) == (name, text.tensors.keys())

@@ -82,6 +82,11 @@ def test_experts_count_their_router_and_those_chosen():
             sum(abs(query - key) < 64 for query in range(1024) for key in range(1024)),
             id="window on both sides",
         ),
+        pytest.param(
+            {"local_layers": {"pattern": [1], "window": 400, "chunked": True}},
+            sum(query % 400 + 1 for query in range(1024)),
+            id="chunks",
+        ),
     ],
 )
 def test_attention_counts_the_pairs_that_see_each_other(form, pairs):

@@ -52,6 +52,13 @@ ROWS: dict[str, dict[str, Any]] = {
         **LATENT | dict(latent=LATENT["latent"] | dict(query_rank=None)), rotary_interleaved=True,
         local_layers=dict(pattern=(1, 0), window=3),
     ),
+    "llama4": dict(
+        local_layers=dict(pattern=(1, 1, 0), window=5, chunked=True), rope_layers=(1, 1, 0), qk_norm="rotated",
+        norm_epsilon=0.1, rotary_interleaved=True, attention_temperature=dict(scale=0.7, step=4),
+        experts=dict(num_experts=4, experts_per_token=1, scores="sigmoid", weigh_inputs=True, shared_dim=5),
+    ),
+    "chunks of an encoder": dict(causal=False, local_layers=dict(pattern=(0, 1), window=5, chunked=True)),
+    "temperature without positions": dict(position="none", attention_temperature=dict(scale=0.7, step=4)),
     "gpt_j": dict(norm="layernorm", bias="mlp", norm_bias=True, output_bias=True, activation="gelu"),
     "longrope, long": dict(rope_scaling=dict(**LONGROPE, original_length=8), sliding_window=4),
     "modernbert": dict(
@@ -80,6 +87,7 @@ PLAIN = (
     "gpt_oss",
     "cohere2",
     "deepseek",
+    "llama4",
     "yarn",
     "bert",
     "modernbert",
@@ -198,7 +206,7 @@ def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConf
             np.einsum("ld,dhk->lhk", x_LD, params[name]["kernel"]) + params[name].get("bias", 0)
             for name in ("query", "key", "value")
         )
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm != "rotated":
         kind = config.norm if config.qk_norm == "per_head" else "rmsnorm"
         axes = (-2, -1) if config.qk_norm == "whole" else (-1,)
         q_LHK = normalized(q_LHK, params["query_norm"], config, kind=kind, axes=axes)
@@ -213,12 +221,17 @@ def attended(x_LD: np.ndarray, params: Any, tables: Any, config: TransformerConf
                 if config.causal and other > at:
                     continue
                 window = config.windows[layer]
-                if window is not None and abs(at - other) >= window:
+                chunked = config.local_layers is not None and config.local_layers.chunked
+                if window is not None and (at // window != other // window if chunked else abs(at - other) >= window):
                     continue
                 query, key = q_LHK[at, head], k_LGK[other, group]
-                rope = config.rope_layers or (1,)
+                rope, grown = config.rope_layers or (1,), config.attention_temperature
                 if config.position == "rotary" and rope[layer % len(rope)]:
                     query, key = rotated(query, at, config, local), rotated(key, other, config, local)
+                    if config.qk_norm == "rotated":
+                        query, key = (normalized(one, dict(scale=1), config) for one in (query, key))
+                elif grown is not None:
+                    query = query * (1 + grown.scale * math.log(1 + (at + 1) // grown.step))
                 score = scale * float(query @ key)
                 if config.position == "relative":
                     score += tables["relative_positions"][bucket(other - at, config), head]
@@ -251,6 +264,14 @@ def through_mlp(x_LD: np.ndarray, params: Any, config: TransformerConfig) -> np.
     return hidden_LF @ params["down"]["kernel"] + params["down"].get("bias", 0)
 
 
+def through_experts(x_LD: np.ndarray, params: Any, config: TransformerConfig) -> np.ndarray:
+    """The best expert of each token, whose sigmoid multiplies what goes in."""
+    scores_LE = 1 / (1 + np.exp(-x_LD @ params["router"]["kernel"]))
+    rows = [jax.tree.map(lambda leaf, e=e: leaf[e], {**params, "router": None}) for e in scores_LE.argmax(-1)]
+    weighted = zip(x_LD * scores_LE.max(-1, keepdims=True), rows, strict=True)
+    return np.stack([through_mlp(x_D[None], row, config)[0] for x_D, row in weighted])
+
+
 def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> np.ndarray:
     x_LD = params["embedding"][tokens_L] * (config.embedding_scale or 1)
     if config.position == "learned":
@@ -272,7 +293,9 @@ def logits_of(params: Any, config: TransformerConfig, tokens_L: np.ndarray) -> n
             return attended(x_LD, block["attention"], params, config, layer)
 
         def mlp(x_LD: np.ndarray, block: Any = block) -> np.ndarray:
-            return through_mlp(x_LD, block["mlp"], config)
+            if config.experts is None:
+                return through_mlp(x_LD, block["mlp"], config)
+            return through_experts(x_LD, block["mlp"], config) + through_mlp(x_LD, block["shared"], config)
 
         scale = config.residual_scale or 1
 
@@ -308,7 +331,7 @@ def computed(row: str) -> tuple[np.ndarray, Any, TransformerConfig]:
     model = transformer(config)
     params = scrambled(jax.eval_shape(model.init, jax.random.key(0))[0])
     logits, _ = jax.jit(lambda params: model.apply(params, {}, TOKENS, key=None, train=False))(params)
-    return np.asarray(logits), params, config
+    return np.asarray(logits["logits"] if config.experts else logits), params, config
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in PLAIN else pytest.mark.long) for row in ROWS])
@@ -318,6 +341,19 @@ def test_follows_the_formula(row: str) -> None:
     wanted = np.stack([logits_of(exact, config, tokens_L) for tokens_L in TOKENS])
     # float32 against float64: 3 layers of sums over at most 12 numbers.
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.ptp(wanted))
+
+
+def test_chunks_and_temperatures_count_from_the_start_of_each_packed_text() -> None:
+    _, params, config = computed("llama4")
+    model, tokens = transformer(config), TOKENS[:1]
+    places = np.array([[*range(7), *range(LENGTH - 7)]])
+    packed = {"tokens": tokens, "positions": places, "segments": np.array([[1] * 7 + [2] * (LENGTH - 7)])}
+    found, *apart = (
+        model.apply(params, {}, inputs, key=None, train=False)[0]["logits"]
+        for inputs in (packed, tokens[:, :7], tokens[:, 7:])
+    )
+    # float32, the same sums over keys in another order.
+    np.testing.assert_allclose(found, np.concatenate(apart, 1), rtol=0, atol=1e-5 * np.ptp(found))
 
 
 def test_factors_are_not_rounded_to_the_dtype_of_what_they_multiply() -> None:

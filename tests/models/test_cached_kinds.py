@@ -36,6 +36,12 @@ KINDS = {
         latent=dict(query_rank=6, key_value_rank=8, nope_dim=6, rope_dim=4, value_dim=5),
         experts=dict(num_experts=4, dense_layers=1, dense_dim=12),
     ),
+    "chunks": dict(
+        local_layers=dict(pattern=[1, 0], window=5, chunked=True),
+        rope_layers=[1, 0],
+        qk_norm="rotated",
+        attention_temperature=dict(scale=0.7, step=4),
+    ),
     "norm of embeddings in the first layer": dict(embedding_norm="first_layer", activation="geglu_exact"),
     "post": dict(block="post", norm="layernorm", position="learned"),
 }
@@ -99,7 +105,7 @@ def test_a_prompt_has_logits_at_its_last_position_alone():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["relative", "local layers"])
+@pytest.mark.parametrize("name", ["relative", "local layers", "chunks"])
 def test_a_long_cache_is_read_in_blocks_up_to_the_last_position(name, monkeypatch):
     """Blocks of 5 in place of 256, the last of which overlaps the one before it."""
     model, params = drawn(name)

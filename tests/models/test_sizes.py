@@ -118,6 +118,8 @@ TRANSFORMERS = {
     # DeepSeek V3 without the layer that predicts the token after the next one.
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200,
+    # Without the part that sees images.
+    "llama4_scout_17b_16e": 108_641_793_536 - 871_932_416,
     "moonlight_16b_a3b": 15_960_110_208,
     "qwen2_0.5b": 494_032_768,
     "qwen2_1.5b": 1_543_714_304,

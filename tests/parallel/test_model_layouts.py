@@ -156,6 +156,14 @@ CASES = {
         ),
         plain_rows,
     ),
+    "chunks": Case(
+        dict(
+            DECODER, local_layers=dict(pattern=(1, 0), window=7, chunked=True), rope_layers=(1, 0), qk_norm="rotated",
+            attention_temperature=dict(scale=0.7, step=4),
+            experts={**EXPERTS, "scores": "sigmoid", "weigh_inputs": True, "shared_dim": 8},
+        ),
+        padded_rows,
+    ),
     "norms of outputs": Case(dict(DECODER, block="output", qk_norm="whole", residual_scale=0.5), plain_rows),
     "norm of embeddings": Case(
         dict(
@@ -267,6 +275,9 @@ ROWS_OF_MODELS = [
     ("parallel", layout(pipe=2, tensor=2), "full"),
     ("one norm", layout(pipe=2, tensor=2), "full"),
     ("one norm", layout(fsdp=2, context=2), "dots"),
+    ("chunks", layout(tensor=2, fsdp=2), "dots"),
+    ("chunks", layout(pipe=2, context=2), "full"),
+    ("chunks", layout(context=2, expert=2), "none"),
     ("norms of outputs", layout(fsdp=2, tensor=2, sp=True), "dots"),
     ("norm of embeddings", layout(pipe=2, tensor=2), "full"),
     ("norm of embeddings", layout(fsdp=2, tensor=2, sp=True), "dots"),

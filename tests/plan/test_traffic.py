@@ -143,6 +143,11 @@ def test_a_plan_refuses_attention_that_the_step_refuses():
     config = load_config("gpt2_124m", overrides=["model.attention=cudnn"]).config
     with pytest.raises(ConfigError, match="cudnn cannot run on mi300xx8: the platform is rocm;"):
         attention_work(config, config.model, target, 1024)
+    (target,) = parse_targets("h100x8", None)
+    config = load_config("llama3_8b", overrides=["model.size=llama4_scout_17b_16e", "model.attention=cudnn"]).config
+    assert attention_work(config, config.model, target, 8192).name == "cudnn"
+    with pytest.raises(ConfigError, match="cudnn cannot run on h100x8: documents or chunks are packed"):
+        attention_work(config, config.model, target, 8320)
 
 
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=64", "train.accumulation_steps=1"]

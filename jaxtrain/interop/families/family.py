@@ -203,6 +203,7 @@ class Family:
         sizes: Published sizes: name -> keys of our model group.
         rotary: Whether it has the rotary keys, `rope_keys(theta)` among its keys.
         read: (mapped keys, the file's values of all declared keys) -> further keys of our model group.
+        text: The family of the text part, which alone is read, of models that see images too.
         write: Our model group -> further keys of config.json. What it cannot say it need not check: the caller reads
             the result back and names the key that differs.
     """
@@ -216,6 +217,7 @@ class Family:
     rotary: bool = False
     read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[Config], dict[str, Any]] = _nothing
+    text: "Family | None" = None
 
     @property
     def known(self) -> set[str]:
@@ -228,6 +230,8 @@ class Family:
         Raises:
             ConfigError: The file has a key that is not declared, or a value that is not supported.
         """
+        if self.text is not None:
+            return self.text.from_published(config["text_config"])
         declared, known = {key.name: key for key in (*_EVERYWHERE, *self.keys)}, self.known
         for unknown in (name for name in config if name not in known):
             raise ConfigError(

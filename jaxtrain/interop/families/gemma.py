@@ -153,8 +153,8 @@ GEMMA3 = Family(
 )
 
 
-def _with_images(model: Mapping[str, Any]) -> tuple[Row, ...]:
-    """The name table of the text part of a model that sees images too."""
+def with_images(text: Family, name: str) -> Family:
+    """Returns the family of models that see images too: read as their text part, which is of the family `text`."""
 
     def renamed(row: Row) -> Row:
         if isinstance(row, Skipped):
@@ -167,22 +167,11 @@ def _with_images(model: Mapping[str, Any]) -> tuple[Row, ...]:
         heads = [f"language_model.{name}" for name in names if name.startswith("lm_head")]
         return dataclasses.replace(row, names=(*(heads or theirs), *names))
 
-    images = Skipped(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*")
-    return (*map(renamed, _tensors(model)), images)
+    def tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
+        images = Skipped(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\..*")
+        return (*map(renamed, text.tensors(model)), images)
+
+    return dataclasses.replace(text, name=name, text=text, tensors=tensors, sizes={})
 
 
-class _ImagesFamily(Family):
-    """Models that see images too: read as their text part, and written as models of the text part alone."""
-
-    def from_published(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return GEMMA3.from_published(config["text_config"])
-
-
-WITH_IMAGES = _ImagesFamily(
-    name="gemma3",
-    architecture=GEMMA3.architecture,
-    keys=GEMMA3.keys,
-    tensors=_with_images,
-    fixed=GEMMA3.fixed,
-    write=_write3,
-)
+WITH_IMAGES = with_images(GEMMA3, "gemma3")

@@ -17,7 +17,8 @@ _3B = dict(
 )  # fmt: skip
 
 
-def _by_interval(file: Mapping[str, Any]) -> list[int]:
+def by_interval(file: Mapping[str, Any]) -> list[int]:
+    """Returns which layers are rotated (1) in a file that says how often one is not."""
     every = int(file["no_rope_layer_interval"])
     return [int((layer + 1) % every != 0) for layer in range(int(file["num_hidden_layers"]))]
 
@@ -45,7 +46,7 @@ FAMILY = Family(
     architecture="SmolLM3ForCausalLM",
     keys=(
         *(*decoder_keys(_DEFAULTS, write_head_dim=False), *rope_keys(2e6), *BIAS_KEYS),
-        *(own("no_rope_layer_interval", 4), own("no_rope_layers", _by_interval)),
+        *(own("no_rope_layer_interval", 4), own("no_rope_layers", by_interval)),
         *(own("layer_types"), own("use_sliding_window", False), own("sliding_window")),
         *ignored("max_window_layers", "pretraining_tp"),
     ),

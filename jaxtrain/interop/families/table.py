@@ -22,6 +22,7 @@ from jaxtrain.interop.families import (
     gptj,
     granite,
     llama,
+    llama4,
     modernbert,
     olmo,
     opt,
@@ -48,7 +49,7 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         *(stablelm.FAMILY, cohere.COHERE, cohere.COHERE2),
         *(olmo.OLMO2, olmo.OLMO3, granite.FAMILY, smollm3.FAMILY),
-        *(glm4.FAMILY, clip.FAMILY, deepseek.V3, deepseek.V2),
+        *(glm4.FAMILY, clip.FAMILY, deepseek.V3, deepseek.V2, llama4.FAMILY, llama4.WITH_IMAGES),
     )
 }
 

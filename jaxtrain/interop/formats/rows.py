@@ -343,7 +343,7 @@ def block_rows(
             inputs, outputs = shapes[part]
             rows.append(Entry(f"{prefix}{ours}/kernel", f"{theirs}.weight", kernel(inputs, outputs)))
             biased_part = has_bias(model["bias"], part)
-        elif part not in ("query_norm", "key_norm") or model["qk_norm"]:
+        elif part not in ("query_norm", "key_norm") or model["qk_norm"] not in (False, "rotated"):
             outputs = {"query_norm": (H, K), "key_norm": (G, K)}.get(part, (D,))
             outputs = (K,) if outputs != (D,) and model["qk_norm"] is True else outputs
             scale = copy(*outputs) if model.get("qk_norm") == "per_head" else vector(*outputs)

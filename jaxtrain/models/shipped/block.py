@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, current_layout
 from jaxtrain.models.initializers import INIT_STDDEV, normal
-from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, rotate, scaled
+from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm, dropout, model_rotation, normalized, rotate, scaled
 from jaxtrain.models.shipped.moe import MoE, Routing
 from jaxtrain.models.shipped.shapes import (
     LinearShape,
@@ -251,10 +251,21 @@ class Attention(nnx.Module):
             def rotated(x: jax.Array) -> jax.Array:
                 interleaved = config.rotary_interleaved
                 turned = rotate(x, context.positions_BL, frequencies, factor=factor, interleaved=interleaved)
+                turned = normalized(turned, config.norm_epsilon) if config.qk_norm == "rotated" else turned
                 return turned if context.rotated is None else jnp.where(context.rotated, turned, x)
 
             q_BLHK, k_BLGK = rotated(q_BLHK), rotated(k_BLGK)
-        return self.scaled(q_BLHK), k_BLGK
+        return self.scaled(self._grown(q_BLHK, context)), k_BLGK
+
+    def _grown(self, q_BLHK: jax.Array, context: Context) -> jax.Array:
+        """Queries times a factor that grows with their position, in layers without rotary positions."""
+        temperature = self.config.attention_temperature
+        if temperature is None:
+            return q_BLHK
+        steps_BL = ((context.positions_BL + 1) // temperature.step).astype(jnp.float32)
+        factor_BL = 1 + temperature.scale * jnp.log1p(steps_BL)
+        factor_BL = factor_BL if context.rotated is None else jnp.where(context.rotated, 1.0, factor_BL)
+        return scaled(q_BLHK, factor_BL[:, :, None, None])
 
     def scaled(self, q_BLHK: jax.Array) -> jax.Array:
         """Queries for scores of `attention_scale`: every kernel scales by 1 / sqrt(K), what is left goes into them."""
@@ -268,6 +279,7 @@ class Attention(nnx.Module):
         """Attend to the positions of a cache, at or before each query's own."""
         config, positions_BL, length = self.config, context.positions_BL, cache.length
         window: jax.Array | int | None = config.windows[0]
+        chunked = config.local_layers is not None and config.local_layers.chunked
         if context.local is not None and config.local_layers is not None:
             window = jnp.where(context.local, config.local_layers.window, length)
 
@@ -278,7 +290,7 @@ class Attention(nnx.Module):
             (k_BGSK, key_scale_BGS), (v_BGSK, value_scale_BGS) = (
                 cache.read(name, start, size) for name in ("key", "value")
             )
-            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window)
+            mask_BLS = attention_mask(positions_BL, order_S[None], causal=True, window=window, chunked=chunked)
             mask_BLS &= order_S[None, None] >= first
             bias_BHLS = None if context.bias_HW is None else bias_at(context.bias_HW, positions_BL, order_S)
             return CachedKeys(k_BGSK, v_BGSK, mask_BLS, key_scale_BGS, value_scale_BGS, bias_BHLS)
@@ -299,10 +311,11 @@ class Attention(nnx.Module):
         """Attend to the sequence itself; kernels take a window that is a constant, so each kind has a branch."""
         config = self.config
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, local: bool = False) -> jax.Array:
             form = AttentionForm(config.causal, window, config.attention_softcap)
-            learned = Learned(context.bias_HW, self._sinks())
-            return self_attention(q, k, v, context.segments_BL, form, learned, implementation=config.attention)
+            learned, segments_BL = Learned(context.bias_HW, self._sinks()), context.segments_BL
+            segments_BL = self._chunks(context, (q.shape[0], q.shape[1])) if local else segments_BL
+            return self_attention(q, k, v, segments_BL, form, learned, implementation=config.attention)
 
         if context.local is None or config.local_layers is None:
             return attend(q_BLHK, k_BLGK, v_BLGK, config.windows[0])
@@ -311,12 +324,23 @@ class Attention(nnx.Module):
         whole = q_BLHK.shape[1] if layout is not None and layout.degree("context") > 1 else None
         return jax.lax.cond(
             context.local,
-            functools.partial(attend, window=window),
+            functools.partial(attend, window=window, local=True),
             functools.partial(attend, window=whole),
             q_BLHK,
             k_BLGK,
             v_BLGK,
         )
+
+    def _chunks(self, context: Context, shape: tuple[int, int]) -> jax.Array | None:
+        """Segments of a local layer, to which chunks are documents of their own; a chunk is within its window."""
+        local, segments_BL = self.config.local_layers, context.segments_BL
+        if local is None or not local.chunked or shape[1] <= local.window:  # no text is longer than a chunk
+            return segments_BL
+        chunks_BL = jnp.broadcast_to(context.positions_BL // local.window, shape)
+        if segments_BL is not None:
+            most = max(self.config.max_sequence_length, shape[1]) // local.window + 1
+            chunks_BL = chunks_BL + segments_BL * most
+        return constrain(chunks_BL, "batch", "sequence")
 
 
 class LatentAttention(Attention):

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.layout.sharding import constrain, sum_over_shards
 from jaxtrain.models.initializers import INIT_STDDEV, normal
+from jaxtrain.models.layers import scaled
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
 from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.experts.compute import Kernels, RouteRule, level_load, route, router_loss
@@ -112,5 +113,7 @@ class MoE(nnx.Module):
         arrays = [None if one is None else one.kernel[...] for one in layers]
         biases = [None if one is None or one.bias is None else one.bias[...].astype(x_BLD.dtype) for one in layers]
         kernels = Kernels(*arrays, *biases, activation=self.activation)
+        if config.weigh_inputs:  # of one expert per token
+            x_BLD, weights_BLA = scaled(x_BLD, weights_BLA), jnp.ones_like(weights_BLA)
         y_BLD = experts_mlp(x_BLD, weights_BLA, ids_BLA, kernels)
         return checkpoint_name(y_BLD, "mlp_output"), loss_BL, load_E

@@ -164,7 +164,7 @@ def attention_norm_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     if config.latent is not None:
         ranks = {"query_latent_norm": config.latent.query_rank, "key_value_latent_norm": config.latent.key_value_rank}
         return {name: LinearShape((), (rank,), (None,)) for name, rank in ranks.items() if rank is not None}
-    if not config.qk_norm:
+    if config.qk_norm in (False, "rotated"):
         return {}
     if config.qk_norm is True:
         return dict.fromkeys(("query_norm", "key_norm"), LinearShape((), (config.head_width,), ("head_dim",)))

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ def attention_mask(
     *,
     causal: bool,
     window: Array | int | None = None,
+    chunked: bool = False,
     query_segments_BL: Array | None = None,
     key_segments_BS: Array | None = None,
 ) -> Array:
@@ -59,6 +60,7 @@ def attention_mask(
     Args:
         query_positions_BL, key_positions_BS: integers; the batch dim may be 1.
         causal, window: as in `AttentionForm`; a window may be an int32 [].
+        chunked: a query sees the keys of its own chunk of `window` positions instead.
         query_segments_BL, key_segments_BS: numbers of packed documents; a query sees only keys of its own. None: one
             document per row.
 
@@ -69,7 +71,9 @@ def attention_mask(
     distance = query_positions_BL[:, :, None] - key_positions_BS[:, None, :]
     if causal:
         mask = mask & (distance >= 0)
-    if window is not None:
+    if window is not None and chunked:
+        mask = mask & (query_positions_BL[:, :, None] // window == key_positions_BS[:, None, :] // window)
+    elif window is not None:
         mask = mask & (distance < window)
         mask = mask if causal else mask & (distance > -window)
     if query_segments_BL is not None and key_segments_BS is not None:
@@ -156,7 +160,7 @@ def form_mask(
     form: AttentionForm, queries_L: Array, keys_S: Array, own_BL: Array | None, seen_BS: Array | None
 ) -> Array:
     """`attention_mask` of a form, for positions that all rows share, and the segments of queries and keys."""
-    segments = dict(query_segments_BL=own_BL, key_segments_BS=seen_BS)
+    segments: Any = dict(query_segments_BL=own_BL, key_segments_BS=seen_BS)
     return attention_mask(queries_L[None], keys_S[None], causal=form.causal, window=form.window, **segments)
 
 

@@ -97,9 +97,11 @@ def computed_share(length: int, block: int, *, causal: bool, window: int | None)
     return sum(group.blocks * group.size * group.width for group in groups) / length**2
 
 
-def visible_pairs(length: int, *, causal: bool, window: int | None) -> float:
+def visible_pairs(length: int, *, causal: bool, window: int | None, chunked: bool = False) -> float:
     """Pairs of a query and a key that see each other, as areas: half of all where order matters; window None: all."""
     window = length if window is None else min(window, length)
+    if chunked:
+        return (0.5 if causal else 1) * (length // window * window**2 + (length % window) ** 2)
     return (1 if causal else 2) * (window * length - window**2 / 2)
 
 
@@ -148,7 +150,7 @@ class AttentionCase:
         length: tokens of a sequence.
         head_dim: width of a head.
         form: which pairs of a query and a key are computed.
-        packed: whether several documents share a row and do not see each other.
+        packed: whether several documents, or chunks, share a row and do not see each other.
         divides: whether batch and heads divide by the mesh.
         capability: major and minor compute capability of a GPU; None: not known.
         before_ampere: whether a GPU of unknown capability is known to be older than compute capability 8.0.
@@ -174,7 +176,7 @@ def _cudnn_reasons(case: AttentionCase) -> dict[str, bool]:
     return {
         f"the platform is {case.platform}": case.platform != "gpu",
         f"the dtype is {case.dtype}, it takes {' and '.join(_CUDNN_DTYPES)}": case.dtype not in _CUDNN_DTYPES,
-        "documents are packed": case.packed,  # the kernel knows documents by their ends only
+        "documents or chunks are packed": case.packed,  # the kernel knows documents by their ends only
         "scores are capped": form.softcap is not None,
         "positions are relative": form.relative,  # its bias would have to be [H, L, L] in memory
         "attention has sinks": form.sinks,
