@@ -12,12 +12,10 @@ CONTRIBUTING.md has the commands.
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import operator
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -39,14 +37,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import jaxtrain as jt  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.metrics.runinfo import package_versions  # noqa: E402
 from jaxtrain.plan.estimate import analyse  # noqa: E402
 from jaxtrain.plan.hardware import Hardware, hardware_of  # noqa: E402
 from jaxtrain.plan.targets import Target, measure_cpu  # noqa: E402
 from jaxtrain.plan.workload import describe_workload  # noqa: E402
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pydantic", "torch", "triton")
-# name, value (None: it could not be measured), unit, goal, whether it is met, and a note.
-Figure = dict[str, Any]
+Figure = dict[str, Any]  # name, value (None: it could not be measured), unit, goal, whether it is met, and a note
 Goal = tuple[str, float]
 _MEETS: dict[str, Callable[[float, float], bool]] = {
     "at least": operator.ge,
@@ -144,8 +142,7 @@ def speed(minutes: Minutes, name: str, *, mfu: Goal | None = None, over: str | N
     """Speed, MFU and peak memory of a config, and its speed over that of another one in bf16."""
     answer = minutes.bench(CONFIGS[name])
     step, why = answer["step"], answer["reasons"]
-    choices = [choice.partition(", not ")[0] for choice in answer["choices"]]
-    note = "; ".join((f"{step['seconds'] * 1e3:.4g} ms", f"compiled in {step['compile_seconds']:.0f} s", *choices))
+    note = f"{step['seconds'] * 1e3:.4g} ms; {'; '.join(choice.partition(', not ')[0] for choice in answer['choices'])}"
     yield figure(name, step["units_per_second"], f"{step['unit']}/s", note=note)
     note = why.get("step.model_flops_utilization", "")
     yield figure(f"{name}: MFU", step["model_flops_utilization"], goal=mfu, note=note)
@@ -470,7 +467,7 @@ def table(results: dict[str, Any]) -> str:
     """The results in Markdown."""
     about = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    lines = [f"{about['card']}, Python {about['python']}, {versions}, {about['date']}.", ""]
+    lines = [f"{about['card']}, {versions}, {about['date']}.", ""]
     lines += ["| part | figure | value | goal |", "|---|---|---|---|"]
     for part, found in results["parts"].items():
         rows = [(part, one["name"], shown(one), verdict(one)) for one in found["figures"]]
@@ -505,12 +502,9 @@ def run_process(name: str, minutes: Minutes, seconds: float) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """The card with its driver, the versions and the date."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    card = "no NVIDIA card"
-    if shutil.which(query[0]):
-        card = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    installed = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
-    versions = {name: installed[name] for name in PACKAGES if name in installed}
-    return {"card": card, "python": platform.python_version(), "versions": versions, "date": time.strftime("%Y-%m-%d")}
+    card = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else "no card"
+    versions = {name: version for name, version in package_versions(PACKAGES).items() if version}
+    return {"card": card, "versions": versions, "date": time.strftime("%Y-%m-%d")}
 
 
 def main() -> None:
