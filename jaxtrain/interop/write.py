@@ -29,6 +29,7 @@ from jaxtrain.interop.formats.safetensors import DTYPES, read_header, write_safe
 from jaxtrain.interop.read import PublishedModel, StoredParameter, by_path
 from jaxtrain.interop.settings import family_for
 from jaxtrain.precision.kernels import is_kernel
+from jaxtrain.precision.policy import KEPT
 from jaxtrain.runtime.distributed import is_main_process, on_main_process
 from jaxtrain.runtime.files import write_json_atomic
 
@@ -351,7 +352,8 @@ def plan_tensors(rows: tuple[Row, ...], dtypes: Mapping[str, str]) -> dict[str, 
             name = names_of(row, position)[0]
             if name not in found:
                 placed.append((position, name))
-                found[name] = WrittenTensor(row.transform.theirs, SAVED_DTYPES[dtypes.get(name, dtypes[""])], ())
+                usual = "float32" if row.path.rsplit("/", 1)[-1] in KEPT else dtypes[""]
+                found[name] = WrittenTensor(row.transform.theirs, SAVED_DTYPES[dtypes.get(name, usual)], ())
             found[name] = replace(found[name], parts=(*found[name].parts, (row, position)))
     # Stable: within a layer, in the order of the rows.
     return {name: found[name] for _, name in sorted(placed, key=lambda one: one[0])}

@@ -169,6 +169,8 @@ class Model:
         decoder: generation, for models that have it.
         parts: the model partitioned for a pipeline; None: it runs with parallel.pipe=1 only.
         has_experts: whether it has parameters that the `expert` axis can shard.
+        score_bias_step: how far a step moves each parameter `score_bias` against the load of its expert, whatever the
+            optimizer; None: it has none.
         linears: path of each kernel that `adapt` and `quantize` take -> (how many of its last dims are inputs, how
             many are outputs).
         vocab_size: number of ids that integer inputs (or their entry `tokens`) may hold; None: not known, or no ids.
@@ -195,6 +197,7 @@ class Model:
     decoder: Decoder | None = None
     parts: Parts | None = None
     has_experts: bool = False
+    score_bias_step: float | None = None
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     vocab_size: int | None = None
     num_outputs: int | None = None

@@ -81,7 +81,7 @@ def get_policy(policy: str | Policy) -> Policy:
 
 # Names of shipped models' parameters that stay float32. Rounding the bias by which experts are chosen sends tokens
 # elsewhere (of biases near 5, in bf16, every fourth), and that of CLIP's logarithm changes the scale by up to 1.6 %.
-_KEPT = ("score_bias", "logit_scale")
+KEPT = ("score_bias", "logit_scale")
 
 
 def cast_floats(tree: Tree, dtype: DTypeLike) -> Tree:
@@ -90,9 +90,9 @@ def cast_floats(tree: Tree, dtype: DTypeLike) -> Tree:
 
 
 def cast_at(path: tuple[Any, ...], x: Any, dtype: DTypeLike) -> Any:
-    """Casts an array of floats; integers, random keys, quantized kernels and the parameters of `_KEPT` are not."""
+    """Casts an array of floats; integers, random keys, quantized kernels and the parameters of `KEPT` are not."""
     # The scales of a quantized kernel are part of its values: rounding them would change every weight.
-    kept = is_quantized(x) or (path and getattr(path[-1], "key", None) in _KEPT)
+    kept = is_quantized(x) or (path and getattr(path[-1], "key", None) in KEPT)
     return x if kept or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
 

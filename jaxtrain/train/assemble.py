@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.base import Call
 from jaxtrain.config.kinds import check_freeze, check_kinds, check_sizes
-from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale, TransformerConfig
+from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
 from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.settings import fresh_parts
@@ -26,7 +26,6 @@ from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.optim.optimizers import build_optimizer, build_schedule, trainable_predicate
 from jaxtrain.optim.rules import complete_axes
-from jaxtrain.optim.wrappers import balance_experts
 from jaxtrain.remat.policy import Remat
 from jaxtrain.train.parallelism import Parallelism, shard_model
 from jaxtrain.train.reference import awaiting_reference, lacks_reference
@@ -171,14 +170,10 @@ def build_step(
     peak = optimizer.learning_rate
     # An optimizer of the user's may have a rate of its own.
     schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
-    updates = own.optimizer or build_optimizer(optimizer, schedule, axes=axes)
-    experts = config.model.experts if isinstance(config.model, TransformerConfig) else None
-    if experts is not None and experts.score_bias:
-        updates = balance_experts(updates, experts.score_bias_step)
     return make_train_step(
         model,
         own.task or build_task(config),
-        updates,
+        own.optimizer or build_optimizer(optimizer, schedule, axes=axes),
         mesh=mesh,
         policy=config.precision.policy,
         accumulation_steps=config.train.accumulation_steps,

@@ -21,6 +21,7 @@ from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
 from jaxtrain.models.task import Batch, Task
 from jaxtrain.models.tasks import named_task
+from jaxtrain.optim.wrappers import balance_experts
 from jaxtrain.parallel.stage import check_branches
 from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
 from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
@@ -333,6 +334,8 @@ def make_train_step(
     """
     task = named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
+    if model.score_bias_step is not None:
+        optimizer = balance_experts(optimizer, model.score_bias_step)
     if trainable is None and model.adapted is not None and model.adapted.lora is not None:
         trainable = model.adapted.trains
     mesh = make_mesh() if mesh is None else mesh

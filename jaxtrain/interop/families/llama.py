@@ -10,7 +10,6 @@ from typing import Any
 from jaxtrain.interop.families.family import (
     HEAD_KEYS,
     Family,
-    checked,
     decoder_keys,
     fixed,
     head_kind,
@@ -174,15 +173,10 @@ MISTRAL = Family(
 )
 
 
-def _chosen(file: Mapping[str, Any]) -> tuple[int, ...]:
-    # One expert of several has the weight 1 in transformers, and its probability here.
-    count = int(file["num_local_experts"])
-    return () if count == 1 else tuple(range(2, count + 1))
-
-
 def read_experts(_: Mapping[str, Any], file: Mapping[str, Any], count: str = "num_local_experts") -> dict[str, Any]:
-    """Returns our key `experts`; `count` is the key that says how many there are."""
-    return dict(experts=dict(num_experts=file[count], experts_per_token=file["num_experts_per_tok"]))
+    """Returns our key `experts`; `count` is the key that says how many there are. Weights of a token sum to 1."""
+    said = dict(num_experts=file[count], experts_per_token=file["num_experts_per_tok"], normalize_weights=True)
+    return dict(experts=said)
 
 
 def write_experts(model: Mapping[str, Any], count: str = "num_local_experts") -> dict[str, Any]:
@@ -203,7 +197,7 @@ MIXTRAL = Family(
     keys=(
         *decoder_keys(_DEFAULTS | dict(norm_epsilon=1e-5, sliding_window=None)),
         own("num_local_experts", 8),
-        checked("num_experts_per_tok", 2, _chosen),
+        own("num_experts_per_tok", 2),
         *rope_keys(1e6),
         fixed("router_jitter_noise", 0.0, 0),
         *ignored("router_aux_loss_coef", "output_router_logits"),

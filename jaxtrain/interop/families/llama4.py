@@ -16,7 +16,7 @@ from jaxtrain.interop.formats.rows import Entry, Row, block, block_rows, copy, d
 Values = Mapping[str, Any]
 
 _FIXED = dict(position="rotary", norm="rmsnorm", rotary_interleaved=True)
-_RULE = dict(scores="sigmoid", weigh_inputs=True)
+_RULE = dict(scores="sigmoid", normalize_weights=False, weigh_inputs=True)
 _KINDS = {"full_attention": 0, "chunked_attention": 1}
 _DEFAULTS = size({}, 48, 5120, 40, vocab_size=202048, num_kv_heads=8, head_dim=128, mlp_dim=8192, norm_epsilon=1e-5)
 _SCOUT = _FIXED | _DEFAULTS | dict(

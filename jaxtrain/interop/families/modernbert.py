@@ -16,6 +16,7 @@ from jaxtrain.interop.families.family import (
     head_kind,
     ignored,
     mapped,
+    no_ids,
     own,
     size,
     size_keys,
@@ -58,7 +59,7 @@ def _read(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 def _write(model: Mapping[str, Any]) -> dict[str, Any]:
     windows, local, head = write_windows(model), model["local_layers"], model["head"] or {}
     window = windows["sliding_window"]
-    return dict(
+    return no_ids(model, pad_token_id=50283) | dict(
         layer_types=windows["layer_types"],
         global_attn_every_n_layers=1 if local is None else len(local["pattern"]),  # of readers before layer_types
         local_attention=128 if window is None else 2 * (window - 1),

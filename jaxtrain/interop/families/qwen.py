@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.interop.families import llama
-from jaxtrain.interop.families.family import Family, checked, decoder_keys, fixed, ignored, own, rope_keys, size
+from jaxtrain.interop.families.family import Family, decoder_keys, fixed, ignored, own, rope_keys, size
 from jaxtrain.interop.formats.rope import read_windows, write_windows
 from jaxtrain.interop.formats.rows import Row, block_rows
 
@@ -104,7 +104,12 @@ QWEN3 = Family(
 def _write_experts(model: Mapping[str, Any]) -> dict[str, Any]:
     said = dict(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False, sliding_window=None)
     written = llama.write_experts(model, "num_experts")
-    return said | written | dict(norm_topk_prob=written.get("num_experts_per_tok") != 1)
+    return said | written | dict(norm_topk_prob=(model["experts"] or {}).get("normalize_weights"))
+
+
+def _read_experts(ours: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    said = llama.read_experts(ours, file, "num_experts")["experts"]
+    return dict(experts=said | dict(normalize_weights=file["norm_topk_prob"]))
 
 
 def _expert_tensors(model: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -122,8 +127,7 @@ QWEN3_MOE = Family(
         ),
         own("num_experts", 128, "num_local_experts"),
         own("num_experts_per_tok", 8),
-        # Our weights of several experts sum to 1, and one alone has its probability.
-        checked("norm_topk_prob", False, lambda file: (file["num_experts_per_tok"] != 1,)),
+        own("norm_topk_prob", False),
         *rope_keys(10000.0),
         fixed("attention_bias", False),
         fixed("use_sliding_window", False),
@@ -135,7 +139,7 @@ QWEN3_MOE = Family(
     tensors=_expert_tensors,
     fixed=_FIXED3,
     rotary=True,
-    read=lambda ours, file: llama.read_experts(ours, file, "num_experts"),
+    read=_read_experts,
     write=_write_experts,
     sizes={
         "qwen3_30b_a3b": size(_MOE, 48, 2048, 32, num_kv_heads=4, mlp_dim=768),

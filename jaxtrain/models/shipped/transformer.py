@@ -332,6 +332,7 @@ def transformer(
         decoder=_decoder(config, make) if predicts else None,
         gathers_itself=("blocks",) if config.leading is None else ("leading", "blocks"),
         has_experts=config.experts is not None,
+        score_bias_step=config.experts.score_bias_step if config.experts and config.experts.score_bias else None,
         vocab_size=vocabulary,
         num_outputs=vocabulary if config.has_output_layer else labels or config.embed_dim,
     )
