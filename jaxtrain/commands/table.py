@@ -311,6 +311,9 @@ def _planning() -> None:
     add_shared(parser, "overrides")
     add("--json", metavar="FILE", help="write all measurements to FILE")
     add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,step")
+    add(
+        "--seconds", type=float, default=10.0, metavar="S", help="time steps for S seconds, three at least; default: 10"
+    )
     add_shared(parser, "--emulate")
 
 
