@@ -14,7 +14,6 @@ import argparse
 import json
 import operator
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,15 +26,13 @@ from typing import IO, Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from jaxtrain.config.model import TransformerConfig  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.bench.measure import machine  # noqa: E402  (the checkout's, not an installed one)
+from jaxtrain.config.model import TransformerConfig  # noqa: E402
 from jaxtrain.metrics.flops import model_flops_per_row  # noqa: E402
-from jaxtrain.runtime.host import SETTINGS  # noqa: E402
 
 # Largest relative difference of the losses of two peers after the same steps. Rounding differs between their programs,
 # and grows with the steps; another schedule, order or initial value differs by much more.
 _SAME_LOSS = 0.02
-
-
 _CONFIG = "bench_cpu"
 _ROWS, _LENGTH = 16, 256
 
@@ -48,13 +45,11 @@ class Peer:
         name: the name in the table.
         command: file in scripts/peers and its arguments.
         theirs: whether it runs in the environment of the peers.
-        malloc: whether it gets the malloc settings of jaxtrain; it is then an upper limit and not a peer.
     """
 
     name: str
     command: tuple[str, ...]
     theirs: bool = False
-    malloc: bool = False
 
 
 PEERS = (
@@ -62,18 +57,10 @@ PEERS = (
     Peer("hand-written JAX, no remat", ("bare_jax.py", "none")),
     Peer("hand-written JAX, remat dots", ("bare_jax.py", "dots")),
     Peer("hand-written JAX, remat full", ("bare_jax.py", "full")),
-    Peer("hand-written JAX, remat dots, flattened", ("bare_jax.py", "dots", "flat")),
     Peer("PyTorch eager", ("torch_transformer.py", "eager"), theirs=True),
     Peer("PyTorch torch.compile", ("torch_transformer.py", "compile"), theirs=True),
     Peer("Keras on JAX", ("keras_transformer.py",), theirs=True),
-    Peer("hand-written JAX, remat dots, our malloc", ("bare_jax.py", "dots"), malloc=True),
-    Peer("PyTorch eager, our malloc", ("torch_transformer.py", "eager"), theirs=True, malloc=True),
-    Peer("torch.compile, our malloc", ("torch_transformer.py", "compile"), theirs=True, malloc=True),
-    Peer("matmul", ("matmul.py",)),
 )
-# These rows are upper limits and not peers: the flattened step is jaxtrain's step written by hand, and users of a peer
-# do not tune malloc.
-_CEILINGS = {"hand-written JAX, remat dots, flattened", *(peer.name for peer in PEERS if peer.malloc)}
 
 
 def step_flops() -> float:
@@ -141,12 +128,11 @@ def launch(peer: Peer, python: str, errors: IO[str], given: Path) -> Running:
     # Each process compiles once, without the cache of an earlier run: torch.compile has its own cache.
     cache = tempfile.mkdtemp(prefix="peer-")
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in SETTINGS},
+        **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": cache,
         "JAX_PLATFORMS": "cpu",
         "PEER_GIVEN": str(given),
-        **(SETTINGS if peer.malloc else {}),
     }
     began = time.time()
     process = subprocess.Popen(
@@ -183,8 +169,6 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
         "processor_seconds": processor_seconds,
         "rounds": [block["seconds"] / steps for block in running.blocks],
     }
-    if peer.name == "matmul":
-        return row | {"flops_per_second": facts["flops_per_step"] / step_seconds}
     return row | {
         "tokens_per_second": _ROWS * _LENGTH / step_seconds,
         "flops_per_second": step_flops() / step_seconds,
@@ -195,23 +179,22 @@ def row_of(running: Running, steps: int) -> dict[str, Any]:
 def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Compute the ratios of jaxtrain to each peer and to the best one, of speed and of peak memory."""
     done = {row["name"]: row for row in rows if "error" not in row}
-    limit, ours = done.pop("matmul", None), done.pop("jaxtrain", None)
+    ours = done.pop("jaxtrain", None)
     if ours is None or not done:
         return {}
     rate = operator.itemgetter("tokens_per_second")
-    best = max((row for name, row in done.items() if name not in _CEILINGS), key=rate, default=None)
+    best = max(done.values(), key=rate)
 
     def ratios(name: str, *, inverse: bool = False) -> dict[str, float]:
         found = {peer: ours[name] / row[name] for peer, row in done.items()}
         return {peer: round(1 / ratio if inverse else ratio, 3) for peer, ratio in found.items()}
 
     return {
-        "over_best_peer": best and round(rate(ours) / rate(best), 3),
-        "best_peer": best and best["name"],
+        "over_best_peer": round(rate(ours) / rate(best), 3),
+        "best_peer": best["name"],
         "over": ratios("tokens_per_second"),
         "over_by_processor_time": ratios("processor_seconds", inverse=True),
         "memory_over": ratios("peak_memory_bytes"),
-        "share_of_matmul_rate": limit and round(ours["flops_per_second"] / limit["flops_per_second"], 3),
     }
 
 
@@ -226,28 +209,11 @@ def differing_losses(rows: list[dict[str, Any]]) -> str | None:
     return f"losses differ by more than {_SAME_LOSS:.0%} after the same steps: {shown}"
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def line_of(row: dict[str, Any]) -> str:
     """Format the line of a peer for the terminal."""
     if "error" in row:
         return f"{row['name']:40} {row['error']}"
     rate = f"{row['flops_per_second'] / 1e9:5.0f} GFLOP/s"
-    if "loss" not in row:
-        return f"{row['name']:40} {'':18} {rate}"
     return (
         f"{row['name']:40} {row['tokens_per_second']:9,.1f} per second {rate}, peak "
         f"{row['peak_memory_bytes'] / 2**30:.2f} GiB, first step after {row['first_step_seconds']:.1f} s, "
@@ -266,7 +232,7 @@ def main() -> None:
     arguments = parser.parse_args()
     only = ["jaxtrain", *(arguments.only or [""])]
     chosen = [peer for peer in PEERS if any(text in peer.name for text in only)]
-    about = machine()
+    about = {**machine(), "date": time.strftime("%Y-%m-%d")}
     with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as folder:
         alive: list[Running] = []
         write_given(Path(folder), steps=1 + arguments.rounds * arguments.steps, errors=errors)

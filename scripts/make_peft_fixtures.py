@@ -33,59 +33,34 @@ class Adapter:
     Attributes:
         base: folder of tests/interop/published/.
         task: `task_type` of PEFT; None for none.
+        rank: of its factors; its alpha is twice as large.
+        targets: `target_modules` of PEFT.
         settings: further arguments of peft.LoraConfig.
     """
 
     base: str
     task: str | None
+    rank: int
+    targets: str | list[str]
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+_OTHER_RANKS = {"rank_pattern": {"o_proj": 2, r"layers\.1\.mlp\.down_proj": 3}, "alpha_pattern": {"down_proj": 9}}
+_LM, _CLASSES = "CAUSAL_LM", "SEQ_CLS"
 ADAPTERS = {
-    "llama": Adapter("llama", "CAUSAL_LM", dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])),
-    "llama_all": Adapter(
-        "llama", "CAUSAL_LM", dict(r=3, lora_alpha=6, target_modules="all-linear", use_rslora=True, lora_dropout=0.1)
-    ),
+    "llama": Adapter("llama", _LM, 4, ["q_proj", "v_proj"]),
+    "llama_all": Adapter("llama", _LM, 3, "all-linear", dict(use_rslora=True, lora_dropout=0.1)),
     # Ranks and scales of their own, a regular expression, and one layer of two.
-    "llama_patterns": Adapter(
-        "llama",
-        "CAUSAL_LM",
-        dict(
-            r=4,
-            lora_alpha=8,
-            target_modules=r".*\.(q_proj|o_proj|down_proj)",
-            layers_to_transform=None,
-            rank_pattern={"o_proj": 2, r"layers\.1\.mlp\.down_proj": 3},
-            alpha_pattern={"down_proj": 9},
-        ),
-    ),
-    "llama_one_layer": Adapter(
-        "llama", "CAUSAL_LM", dict(r=2, lora_alpha=4, target_modules=["k_proj", "up_proj"], layers_to_transform=[1])
-    ),
-    "llama_sequence": Adapter(
-        "llama_sequence", "SEQ_CLS", dict(r=2, lora_alpha=4, target_modules=["q_proj", "gate_proj"])
-    ),
-    "llama_embedding_saved": Adapter(
-        "llama",
-        "CAUSAL_LM",
-        dict(r=2, lora_alpha=4, target_modules=["v_proj"], modules_to_save=["embed_tokens", "norm"]),
-    ),
-    "gpt2": Adapter(
-        "gpt2",
-        "CAUSAL_LM",
-        dict(r=4, lora_alpha=8, target_modules=["c_attn", "attn.c_proj", "c_fc"], fan_in_fan_out=True),
-    ),
-    "bert_sequence": Adapter("bert_sequence", "SEQ_CLS", dict(r=2, lora_alpha=4, target_modules=["query", "value"])),
-    "bert_base": Adapter("bert_base", None, dict(r=2, lora_alpha=4, target_modules=["key", "intermediate.dense"])),
-    "t5": Adapter("t5", "SEQ_2_SEQ_LM", dict(r=2, lora_alpha=4, target_modules=["q", "v", "wo"])),
-    "phi3": Adapter(
-        "phi3", "CAUSAL_LM", dict(r=2, lora_alpha=4, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
-    ),
-    "gpt_neox": Adapter(
-        "gpt_neox",
-        "CAUSAL_LM",
-        dict(r=2, lora_alpha=4, target_modules=["query_key_value", "dense_4h_to_h", "attention.dense"]),
-    ),
+    "llama_patterns": Adapter("llama", _LM, 4, r".*\.(q_proj|o_proj|down_proj)", _OTHER_RANKS),
+    "llama_one_layer": Adapter("llama", _LM, 2, ["k_proj", "up_proj"], dict(layers_to_transform=[1])),
+    "llama_sequence": Adapter("llama_sequence", _CLASSES, 2, ["q_proj", "gate_proj"]),
+    "llama_embedding_saved": Adapter("llama", _LM, 2, ["v_proj"], dict(modules_to_save=["embed_tokens", "norm"])),
+    "gpt2": Adapter("gpt2", _LM, 4, ["c_attn", "attn.c_proj", "c_fc"], dict(fan_in_fan_out=True)),
+    "bert_sequence": Adapter("bert_sequence", _CLASSES, 2, ["query", "value"]),
+    "bert_base": Adapter("bert_base", None, 2, ["key", "intermediate.dense"]),
+    "t5": Adapter("t5", "SEQ_2_SEQ_LM", 2, ["q", "v", "wo"]),
+    "phi3": Adapter("phi3", _LM, 2, ["qkv_proj", "gate_up_proj", "down_proj"]),
+    "gpt_neox": Adapter("gpt_neox", _LM, 2, ["query_key_value", "dense_4h_to_h", "attention.dense"]),
 }
 
 
@@ -126,7 +101,8 @@ def make(name: str) -> None:
     def base() -> Any:
         return architecture.from_pretrained(folder, attn_implementation="eager").float().eval()
 
-    model = peft.get_peft_model(base(), peft.LoraConfig(task_type=adapter.task, **adapter.settings)).eval()
+    sizes: dict[str, Any] = dict(r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=adapter.targets)
+    model = peft.get_peft_model(base(), peft.LoraConfig(task_type=adapter.task, **sizes, **adapter.settings)).eval()
     randomise(model, seed=len(name))
     logits = outputs(model, arrays)
     plain = outputs(base(), arrays)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from jaxtrain import _HOMES
 from jaxtrain.config.errors import inner_members, members, walk
 from jaxtrain.config.load import value_text
 from jaxtrain.config.schema import Config
@@ -113,14 +114,6 @@ def parsed(module: str) -> ast.Module:
     return ast.parse(source_of(module).read_text(encoding="utf-8"))
 
 
-def homes() -> dict[str, str]:
-    """Public name -> the module that `jaxtrain/__init__.py` takes it from."""
-    for node in parsed("jaxtrain").body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-            return ast.literal_eval(node.value)
-    raise LookupError("jaxtrain/__init__.py has no table _HOMES")
-
-
 def find(name: str, module: str) -> Entry:
     """The definition of a name, in the module or where the module takes it from."""
     body = parsed(module)
@@ -140,7 +133,7 @@ def find(name: str, module: str) -> Entry:
 
 def entries() -> list[Entry]:
     """All public names, in the order of the index."""
-    return sorted((find(name, module) for name, module in homes().items()), key=lambda one: one.name.lower())
+    return sorted((find(name, module) for name, module in _HOMES.items()), key=lambda one: one.name.lower())
 
 
 def signature(node: ast.FunctionDef, name: str, *, method: bool) -> str:

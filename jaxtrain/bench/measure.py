@@ -47,6 +47,7 @@ def measure(
     emulate: int | None,
     skip: Sequence[str],
     phase: Callable[[str], AbstractContextManager[object]],
+    step_budget_seconds: float = 10.0,
 ) -> dict[str, Any]:
     """Measure a config.
 
@@ -57,6 +58,7 @@ def measure(
         emulate: number of CPU devices to emulate; None: the devices of the machine.
         skip: parts of `PARTS` that are not measured.
         phase: name of a part -> a context around it, which shows it to the user.
+        step_budget_seconds: after so long no further step is timed.
 
     Returns:
         Strict JSON values, with the name of each part -> its figures.
@@ -73,7 +75,7 @@ def measure(
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "config": name,
         "overrides": list(overrides),
-        "machine": _machine(),
+        "machine": machine(),
         **dict.fromkeys(PARTS),
     }
     # Before this process starts jax, because on a GPU it then takes the memory that these runs need.
@@ -96,7 +98,8 @@ def measure(
     if "step" not in skip:
         # Before the other parts, whose arrays and programs would count into the peaks of memory.
         with phase("timing the step"):
-            measured = dataclasses.asdict(whole.measure_step(step, batches, seed=config.seed))
+            found = whole.measure_step(step, batches, seed=config.seed, budget_seconds=step_budget_seconds)
+            measured = dataclasses.asdict(found)
     if "limits" not in skip:
         with phase("measuring the device"):
             answer["limits"] = dataclasses.asdict(measure_limits())
@@ -109,7 +112,7 @@ def measure(
     return answer | {"reasons": reasons}
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

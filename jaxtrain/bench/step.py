@@ -25,7 +25,7 @@ from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 
-_MOST_STEPS, _LEAST_STEPS, _HOST_STEPS, _BUDGET_SECONDS = 50, 3, 300, 10.0
+_MOST_STEPS, _LEAST_STEPS, _HOST_STEPS = 50, 3, 300
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,14 @@ class RandomBatches:
         return {name: jax.device_put(make(name, shape), shardings[name]) for name, shape in self._spec.items()}
 
 
-def measure_step(step: TrainStep, batches: BatchSource, *, seed: int) -> WholeStep:
+def measure_step(step: TrainStep, batches: BatchSource, *, seed: int, budget_seconds: float) -> WholeStep:
     """Compile and run a step, then run the loop with a program that computes nothing.
 
     Args:
         step: the step, not compiled yet.
         batches: the source of batches.
         seed: of the state.
+        budget_seconds: after so long no further step is timed.
     """
     began = time.perf_counter()
     compiled = step.compile(batches.spec())
@@ -118,11 +119,11 @@ def measure_step(step: TrainStep, batches: BatchSource, *, seed: int) -> WholeSt
     state, batch = step.init(seed), load(0)
     state, _ = jax.block_until_ready(step(state, batch))
     seconds: list[float] = []
-    while len(seconds) < _LEAST_STEPS or (sum(seconds) < _BUDGET_SECONDS and len(seconds) < _MOST_STEPS):
+    while len(seconds) < _LEAST_STEPS or (sum(seconds) < budget_seconds and len(seconds) < _MOST_STEPS):
         began = time.perf_counter()
         state, _ = jax.block_until_ready(step(state, batch))
         seconds.append(time.perf_counter() - began)
-    host, waited = _host_seconds(step, load, state, compiled)
+    host, waited = _host_seconds(step, load, state, compiled, budget_seconds)
     memory = compiled.memory_analysis()
     planned = None
     if memory is not None:
@@ -142,7 +143,11 @@ def measure_step(step: TrainStep, batches: BatchSource, *, seed: int) -> WholeSt
 
 
 def _host_seconds(
-    step: TrainStep, load: Callable[[int], dict[str, jax.Array]], state: TrainState, compiled: jax.stages.Compiled
+    step: TrainStep,
+    load: Callable[[int], dict[str, jax.Array]],
+    state: TrainState,
+    compiled: jax.stages.Compiled,
+    budget_seconds: float,
 ) -> tuple[float, float]:
     """The median seconds per step of the loop around a step that computes nothing, and its mean wait for data.
 
@@ -161,7 +166,7 @@ def _host_seconds(
     passing = jax.jit(nothing, donate_argnums=0, out_shardings=(step.state_shardings, replicated))
     meter, rows, clock = Meter("tokens", 1), [], StepClock()
     step.use(passing.lower(step.abstract_state, shapes).compile())
-    loaded = prefetch(load, 0, _HOST_STEPS)
+    loaded, began = prefetch(load, 0, _HOST_STEPS), time.perf_counter()
     try:
         pending: tuple[Any, float] | None = None  # as the loop of a run: step k is read once step k + 1 is dispatched
         for number in range(_HOST_STEPS):
@@ -176,6 +181,9 @@ def _host_seconds(
                 rows.append((clock.done(pending[1], waited), pending[1]))
                 meter.record(number, *rows[-1])
             pending = metrics, waited
+            # Rows of images take longer to draw than a step.
+            if len(rows) > _LEAST_STEPS and time.perf_counter() - began > budget_seconds:
+                break
     finally:
         loaded.close()
         step.use(compiled)

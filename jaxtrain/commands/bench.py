@@ -38,7 +38,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; give another path") from None
     with own_code(loaded.config), Progress() as progress:
         name, overrides, emulate = arguments.config, arguments.overrides, arguments.emulate
-        answer = measure(loaded, name, overrides, emulate=emulate, skip=skip, phase=progress.phase)
+        how: dict[str, Any] = {"emulate": emulate, "skip": skip, "phase": progress.phase}
+        answer = measure(loaded, name, overrides, **how, step_budget_seconds=arguments.seconds)
     for title, header, rows in _tables(answer):
         print_text(f"\n{title}")
         print_table(header, rows)

@@ -135,7 +135,7 @@ def _training() -> None:
     add_shared(parser, "--emulate")
 
     parser = _verb("eval", "evaluate a run on held-out rows, or on lm-eval-harness tasks", "eval.run")
-    parser.example = "eval runs/first evaluation.max_batches=null"
+    parser.example = "eval runs/first evaluation.max_batches=50"
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="run directory; with --tasks also a published model folder or GGUF file")
     add_shared(parser, "overrides")
@@ -311,6 +311,9 @@ def _planning() -> None:
     add_shared(parser, "overrides")
     add("--json", metavar="FILE", help="write all measurements to FILE")
     add("--skip", action="append", default=[], metavar="PART", help="leave out some of start,limits,step")
+    add(
+        "--seconds", type=float, default=10.0, metavar="S", help="time steps for S seconds, three at least; default: 10"
+    )
     add_shared(parser, "--emulate")
 
 

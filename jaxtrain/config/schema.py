@@ -218,7 +218,7 @@ class EvaluationConfig(Group):
 
     every: PositiveInt | None = None
     """Steps between evaluations; null: evaluate only at the end."""
-    max_batches: PositiveInt | None = 50
+    max_batches: PositiveInt | None = None
     """Largest number of batches per evaluation, taken evenly from the held-out rows; null: all rows."""
     sample_prompt: str | None = None
     """Language models: prompt of a sample that is generated at the end of the run; null: no sample."""

@@ -119,7 +119,7 @@ class Batches:
         k = self._checked(k)
         positions = k * self._size + np.arange(self._size)
         if self._order is not None:
-            return self._order(positions)
+            return self._order(positions) % len(self._rows)
         return np.where(positions < len(self._rows), positions, -1)
 
     @property
@@ -175,10 +175,7 @@ class Batches:
     def _load_rows(self, k: int, needed: np.ndarray) -> Batch:
         positions = k * self._size + needed
         if self._order is not None:
-            num_rows = len(self._rows)
-            numbers = self._order(positions)
-            # The index includes the epoch, so that random transformations draw other numbers in each.
-            return self._read(numbers + positions // num_rows * num_rows)
+            return self._read(self._order(positions))
         real = positions < len(self._rows)
         local = self._read(np.where(real, positions, 0))
         own = local.get("weights", np.ones((len(needed), *self._weight_shape), np.float32))

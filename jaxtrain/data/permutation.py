@@ -26,7 +26,7 @@ _SPLIT_SEED = 20240601
 
 
 def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
-    """Returns the row at each position (int64 [B], from 0) of the endless order: int64 [B].
+    """Returns the index at each position (int64 [B], from 0) of the endless order: row + epoch * num_rows, int64 [B].
 
     Positions e * num_rows to (e + 1) * num_rows - 1 are epoch e, and hold every row once; the seed decides the order.
     """
@@ -39,7 +39,7 @@ def permuted(positions: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
     while len(outside):
         rows[outside] = _bijection(rows[outside], keys_B[outside], bits=bits)
         outside = outside[rows[outside] >= num_rows]
-    return rows.astype(np.int64)
+    return rows.astype(np.int64) + epochs * num_rows
 
 
 def _bijection(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray:

@@ -25,7 +25,8 @@ Row = dict[str, Any]
 # A target that the loss ignores.
 IGNORED = -100
 
-# A function from positions in the endless training order, int64 [B], to row numbers, int64 [B].
+# A function from positions in the endless training order, int64 [B], to indices, int64 [B]: those of a later epoch are
+# past the end, so that random transformations draw other numbers in each.
 Order = Callable[[np.ndarray], np.ndarray]
 
 
@@ -166,12 +167,12 @@ class ConcatenatedRows(Rows):
 
         def order(positions: np.ndarray) -> np.ndarray:
             which, places = np.array([mixed[p] for p in positions.tolist()], np.int64).reshape(-1, 2).T
-            numbers = np.empty(len(positions), np.int64)
+            indices = np.empty(len(positions), np.int64)
             for i, part in enumerate(self._parts):
                 chosen = which == i
-                rows = permuted(places[chosen], num_rows=len(part), seed=seeds[i])
-                numbers[chosen] = self._starts[i] + rows
-            return numbers
+                epochs, rows = np.divmod(permuted(places[chosen], num_rows=len(part), seed=seeds[i]), len(part))
+                indices[chosen] = self._starts[i] + rows + epochs * len(self)
+            return indices
 
         return order
 

@@ -31,7 +31,7 @@ from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums, weight_of_right
 from jaxtrain.runtime.call import call_function, described
 
-# Of one number per target.
+# Losses of `regression`, each the name of its task; that of the first is "regression".
 ERRORS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "mse": lambda outputs, targets: jnp.square(outputs - targets),
     "mae": lambda outputs, targets: jnp.abs(outputs - targets),
@@ -251,7 +251,8 @@ def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequenc
     for name in (loss, *metrics):
         if name not in ERRORS:
             raise ConfigError(f"regression: there is no metric {name!r}; use {', '.join(ERRORS)}")
-    return Task("regression", functools.partial(_number_loss, loss, metrics), reads_weights=True)
+    name = "regression" if loss == "mse" else loss
+    return Task(name, functools.partial(_number_loss, loss, metrics), reads_weights=True)
 
 
 def _number_loss(loss: str, metrics: tuple[str, ...], outputs: Any, batch: Batch) -> TaskSums:

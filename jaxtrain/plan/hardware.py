@@ -138,6 +138,8 @@ def _own_rows(path: Path, shipped: Mapping[str, Hardware]) -> dict[str, Hardware
         if wrong := _mistake(str(name), row, shipped):
             raise ConfigError(f"{where}{wrong}")
         below = dataclasses.asdict(shipped[name]) if name in shipped else _assumed(row)
+        if "on_demand_usd_hour" in row:  # the spot price of the catalogue may be above it
+            below["spot_usd_hour"] = None
         values = {**below, **row, "name": name}
         sources = below["sources"] | dict.fromkeys(row, path.name) | row.get("sources", {})
         try:

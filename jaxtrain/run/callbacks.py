@@ -156,12 +156,12 @@ def _score(rule: EarlyStoppingConfig, value: float) -> float:
     return sign * value if math.isfinite(value) else math.inf
 
 
-def recorded_values(run_dir: Path, metric: str, *, every: int, last: int) -> dict[int, float]:
-    """The values of a metric in metrics.jsonl that were due: step -> value, NaN where it was not finite."""
+def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float]:
+    """The values of a metric in metrics.jsonl: step -> value, NaN where it was not finite."""
     return {
         row["step"]: math.nan if row[metric] is None else float(row[metric])
         for row in read_rows(run_dir / "metrics.jsonl")
-        if metric in row and row["step"] <= last and row["step"] % every == 0
+        if metric in row and row["step"] <= last
     }
 
 
@@ -182,17 +182,17 @@ class Watch:
         start: int,
         log: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
-        self._rule, self._every = config.evaluation.early_stopping, config.evaluation.every
+        self._rule = config.evaluation.early_stopping
         self._run_dir, self._callbacks, self._log = run_dir, callbacks, log
         self._keeps_best, self._last = config.checkpoint.keep_best, config.train.steps
         self.metrics: Mapping[str, Any] = {}
         self.status: str | None = None
         self.reason = ""
-        self._evaluations: dict[int, float] = {}  # those that were due
+        self._evaluations: dict[int, float] = {}
         self._scored: tuple[int, float] | None = None  # step and score of the last evaluation
         self._best_step: int | None = None
-        if self._rule is not None and self._every is not None and start:
-            self._evaluations = recorded_values(run_dir, self._rule.metric, every=self._every, last=start)
+        if self._rule is not None and start:
+            self._evaluations = recorded_values(run_dir, self._rule.metric, last=start)
             self._decide(self._rule)
 
     def sees(self, number: int) -> bool:
@@ -220,9 +220,8 @@ class Watch:
                 )
             value = float(numbers[rule.metric])
             self._scored = number, _score(rule, value)
-            if self._every is not None and number % self._every == 0:
-                self._evaluations[number] = value
-                self._decide(rule)
+            self._evaluations[number] = value
+            self._decide(rule)
         self._call([one.on_evaluation for one in self._callbacks], number, numbers, state)
 
     def score_after(self, number: int) -> float | None:

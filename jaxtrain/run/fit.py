@@ -19,7 +19,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.task import Task
-from jaxtrain.models.tasks import TASKS, named_task
+from jaxtrain.models.tasks import ERRORS, TASKS, named_task
 from jaxtrain.run.callbacks import Callback, EarlyStopping, Given
 from jaxtrain.run.directory import numbered_folder, run_folder
 from jaxtrain.run.run import Result, train_loaded
@@ -127,8 +127,7 @@ def fit(
         "precision": {"policy": policy},
         "compiler_options": compiler_options or {},
         "finetune": finetune or {},
-        # The default of a config, 50 batches, would leave most of the rows out that somebody gives.
-        "evaluation": {"max_batches": None, **(evaluation or {})},
+        "evaluation": evaluation or {},
         "checkpoint": checkpoint or {},
         "logging": logging or {},
     }
@@ -148,7 +147,8 @@ def fit(
     opened = data_of(data, validation=validation, seed=config.seed, counts_tokens=counts_tokens)
     has_batch_size = batch_size is not None or "train.global_batch_size" in (overrides or {})
     settings["train"] |= _sizes(opened, config.train.global_batch_size, epochs=epochs, has_batch_size=has_batch_size)
-    settings["task"] = task.name if task.name in TASKS else Config().task
+    shipped = "regression" if task.name in ERRORS else task.name
+    settings["task"] = shipped if shipped in TASKS else Config().task
     if mesh is not None:
         settings["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
     if parallelism is not None:

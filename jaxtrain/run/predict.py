@@ -38,6 +38,7 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.tasks import ERRORS
 from jaxtrain.parallel.division import batch_shards
 from jaxtrain.run.published import kept_published, published_classes
 from jaxtrain.runtime.compiler import Value, choose_options
@@ -47,7 +48,7 @@ from jaxtrain.train.state import EvaluationState, TrainState
 
 # What a row gives, by the head of a transformer, and by the task of another model.
 _HEADS = {"sequence": "class", "regression": "number", "embedding": "embedding"}
-_TASKS = {"classification": "class", "regression": "number"}
+_TASKS = {"classification": "class", **dict.fromkeys(("regression", *ERRORS), "number")}
 
 
 class OpenedModel:

@@ -50,7 +50,10 @@ MAY_CHANGE = (
     *("loss.block", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
 )
 # Evaluations before and after a change of these cannot be compared, as early stopping and `keep_best` do.
-_COMPARED = ("evaluation.max_batches", "evaluation.early_stopping.metric", "evaluation.early_stopping.mode")
+_COMPARED = (
+    *("evaluation.max_batches", "evaluation.early_stopping.metric", "evaluation.early_stopping.mode"),
+    *("task", "loss.label_smoothing", "loss.beta"),
+)
 # What the stream of batches has of the config; the rest of it describes the data.
 _BATCH_KEYS = ("seed", "global_batch_size")
 # What a run asks to be given again; other data is noticed by its content.
@@ -101,7 +104,7 @@ def check_resumed(
     shown = {key: f"{key} {old} -> {new}" for key, (old, new) in changes.items()}
     compares = after["evaluation"]["early_stopping"] or after["checkpoint"]["keep_best"]
     # The group of early stopping is None where there is none: one that begins compares with nothing before it.
-    others = [shown[key] for key, (old, _) in changes.items() if key in _COMPARED and (old or "early" not in key)]
+    others = [shown[key] for key in changes if is_within(key, _COMPARED) and (changes[key][0] or "early" not in key)]
     if compares and others:
         raise ConfigError(f"{', '.join(others)}: evaluations before and after could not be compared; {_SET_BACK}")
     # A run that trained something else would return its old numbers as the new ones.

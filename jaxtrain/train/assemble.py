@@ -23,7 +23,7 @@ from jaxtrain.models.model import Model, ModelState, Params, count_parameters, p
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
-from jaxtrain.models.tasks import build_task
+from jaxtrain.models.tasks import ERRORS, build_task
 from jaxtrain.optim.optimizers import build_optimizer, build_schedule, trainable_predicate
 from jaxtrain.optim.rules import complete_axes
 from jaxtrain.remat.policy import Remat
@@ -328,11 +328,11 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     if not isinstance(model, MLPConfig) or not isinstance(task, str):
         return config
     if model.output_scale is not None:
-        if task != "regression":
+        if task not in ("regression", *ERRORS):
             raise ConfigError(f"model.output_scale is for numbers, which task={task} does not predict; leave it out")
         return config
     mean, deviation = ((reading or {}).get(name) for name in ("target_mean", "target_deviation"))
-    if task != "regression" or mean is None or deviation is None:
+    if task not in ("regression", *ERRORS) or mean is None or deviation is None:
         return config
     # A constant is learned as it is.
     scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))

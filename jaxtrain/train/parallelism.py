@@ -31,7 +31,11 @@ from jaxtrain.precision.policy import Policy, get_policy
 _PARTS = {
     "model": (Model, "a jaxtrain.Model", "jaxtrain.from_nnx(Net), from_linen, from_functions or build_model"),
     "task": (Task, "a jaxtrain.Task", "jaxtrain.classification() or jaxtrain.Task('name', loss)"),
-    "optimizer": (optax.GradientTransformation, "an optax transformation", "optax.adamw(1e-3)"),
+    "optimizer": (
+        optax.GradientTransformation,
+        "an optax transformation",
+        "optax.adamw(1e-3), and accumulation_steps in place of optax.MultiSteps",
+    ),
     "data": (Data, "a jaxtrain.Data", "jaxtrain.open_data({'kind': ...})"),
 }
 

@@ -1,9 +1,8 @@
-"""A hand-written JAX step of the transformer, with products over three dims, as is usual, or over flattened tokens.
+"""A hand-written JAX step of the transformer, with products over three dims, as is usual.
 
-python scripts/peers/bare_jax.py none|dots|full [flat]
+python scripts/peers/bare_jax.py none|dots|full
 """
 
-import functools
 import sys
 
 import jax
@@ -33,7 +32,7 @@ def norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON) * scale
 
 
-def block(x, p, *, flat):
+def block(x, p):
     def split(y):
         return y.reshape(BATCH, LENGTH, HEADS, WIDTH // HEADS)
 
@@ -41,10 +40,8 @@ def block(x, p, *, flat):
     q, k, v = split(y @ p["q"]), split(y @ p["k"]), split(y @ p["v"])
     scores = jnp.einsum("blhd,bshd->bhls", q, k) / (WIDTH // HEADS) ** 0.5
     scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e30)
-    y = jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(scores, axis=-1), v).reshape(
-        (-1, WIDTH) if flat else (BATCH, LENGTH, WIDTH)
-    )
-    x = x + y @ p["o"]
+    y = jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(scores, axis=-1), v)
+    x = x + y.reshape(BATCH, LENGTH, WIDTH) @ p["o"]
     return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
 
 
@@ -73,8 +70,8 @@ def given() -> dict:
     }
 
 
-def main(remat: str, *, flat: bool) -> None:
-    body = functools.partial(block, flat=flat)
+def main(remat: str) -> None:
+    body = block
     if remat == "dots":
         keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         body = jax.checkpoint(body, policy=keep, prevent_cse=False)
@@ -82,10 +79,8 @@ def main(remat: str, *, flat: bool) -> None:
         body = jax.checkpoint(body, prevent_cse=False)
 
     def loss_fn(params, inputs, targets):
-        x = params["embedding"][inputs] + params["positions"]
-        x = x.reshape(-1, WIDTH) if flat else x
-        x, _ = jax.lax.scan(body, x, params["blocks"])
-        logits = (norm(x, params["norm"]) @ params["output"]).reshape(BATCH, LENGTH, -1)
+        x, _ = jax.lax.scan(body, params["embedding"][inputs] + params["positions"], params["blocks"])
+        logits = norm(x, params["norm"]) @ params["output"]
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     def decayed(params):
@@ -119,4 +114,4 @@ def main(remat: str, *, flat: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], flat="flat" in sys.argv[2:])
+    main(sys.argv[1])

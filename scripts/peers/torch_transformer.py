@@ -7,63 +7,57 @@ python scripts/peers/torch_transformer.py eager|compile
 # pyright: reportMissingImports=false
 import os
 import sys
-from dataclasses import dataclass
 
-import peer
 import torch
-from peer import B1, B2, CLIP, EPSILON, LEARNING_RATE, NORM_EPSILON, WEIGHT_DECAY, serve, steps, values
+from peer import (
+    B1,
+    B2,
+    CLIP,
+    EPSILON,
+    HEADS,
+    LAYERS,
+    LEARNING_RATE,
+    LENGTH,
+    NORM_EPSILON,
+    VOCABULARY,
+    WEIGHT_DECAY,
+    WIDTH,
+    serve,
+    steps,
+    values,
+)
 from torch import nn
 from torch.nn import functional
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a GPT-2 style transformer, and whether it has biases and tied embeddings."""
-
-    layers: int = peer.LAYERS
-    width: int = peer.WIDTH
-    heads: int = peer.HEADS
-    length: int = peer.LENGTH
-    vocabulary: int = peer.VOCABULARY
-    bias: bool = False
-    tied: bool = False
-
-
 class Block(nn.Module):
-    def __init__(self, sizes: Sizes):
+    def __init__(self):
         super().__init__()
-        width, bias = sizes.width, sizes.bias
-        self.norm1 = nn.LayerNorm(width, eps=NORM_EPSILON, bias=bias)
-        self.norm2 = nn.LayerNorm(width, eps=NORM_EPSILON, bias=bias)
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
-        self.out = nn.Linear(width, width, bias=bias)
-        self.up = nn.Linear(width, 4 * width, bias=bias)
-        self.down = nn.Linear(4 * width, width, bias=bias)
-        self.heads = sizes.heads
+        self.norm1 = nn.LayerNorm(WIDTH, eps=NORM_EPSILON, bias=False)
+        self.norm2 = nn.LayerNorm(WIDTH, eps=NORM_EPSILON, bias=False)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x):
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
         return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class Transformer(nn.Module):
-    def __init__(self, sizes: Sizes):
+    """Its parameters are set by `given`."""
+
+    def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.positions = nn.Parameter(torch.empty(sizes.length, sizes.width))
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm = nn.LayerNorm(sizes.width, eps=NORM_EPSILON, bias=sizes.bias)
-        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        if sizes.tied:
-            self.output.weight = self.embedding.weight
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                small = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * sizes.layers) ** 0.5 if small else 0.02)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.empty(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH, eps=NORM_EPSILON, bias=False)
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.positions
@@ -113,7 +107,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def main(*, compiled: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = Transformer(Sizes())
+    model = Transformer()
     given(model)
     optimizer = adamw(model)
 

@@ -1,15 +1,8 @@
-"""`jaxtrain bench` on a tiny model: everything is there and makes sense; mistakes are one line. No time is asserted.
-
-The rows of `scripts/bench_gpu.py` are tiny shapes on this CPU.
-"""
+"""`jaxtrain bench` on a tiny model: everything is there and makes sense; mistakes are one line. No time is asserted."""
 
 import contextlib
-import importlib.util
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +13,6 @@ from jaxtrain.cli import main
 from jaxtrain.config import load_config
 from jaxtrain.plan.workload import describe_workload
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_gpu.py"
 TINY = ["model.num_layers=2", "model.embed_dim=32", "model.num_heads=2", "model.max_sequence_length=32"]
 TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num_rows=64"]
 
@@ -42,7 +34,7 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr("jaxtrain.bench.limits._SIZES", {"cpu": 64})
     monkeypatch.setattr("jaxtrain.bench.limits._ALL_REDUCE_BYTES", {"cpu": 2**12})
     words, unit = CONFIGS[name]
-    assert main(["bench", *words, "--skip", "start", "--json", str(tmp_path / "bench.json")]) == 0
+    assert main(["bench", *words, "--skip", "start", "--seconds", "0.1", "--json", str(tmp_path / "bench.json")]) == 0
     answer = json.loads((tmp_path / "bench.json").read_text())
     printed = capsys.readouterr().out
     assert "matmul fp32" in printed
@@ -104,43 +96,3 @@ def test_the_step_is_measured_first_and_counts_the_tokens_of_both_halves(monkeyp
     assert workload.decoder_length
     assert answer["step"]["units"] == workload.tokens == workload.rows * (16 + workload.decoder_length)
     assert answer["step"]["units_per_second"] == answer["step"]["units"] / 0.5
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("bench_gpu_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.mark.long
-def test_rows_on_a_gpu_are_measured_and_failures_are_recorded(tmp_path):
-    """On a CPU there is no card to describe, and Python stands in for one that has no PyTorch."""
-    words = [sys.executable, str(SCRIPT), "--smoke", "--out", str(tmp_path), "--torch-python", "/nowhere/python"]
-    words += ["--timeout", "500"]
-    for name in ("card", "GPT-2 124M bf16, PyTorch", "Llama 1b fp8"):
-        words += ["--only", name]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    card, torch, llama = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert "there is no card" in card["error"]
-    assert "cannot start /nowhere/python" in torch["error"]
-    assert llama["bench"]["step"]["units_per_second"] > 0
-    table = (tmp_path / "table.md").read_text()
-    assert table.count("failed: ") == 2
-    assert "Llama 1b fp8" in table
-
-
-def test_every_command_of_a_row_is_accepted(script, cli, tmp_path):
-    """Up to where its answer would be written, which is the last check before anything is measured."""
-    for row in script.ROWS:
-        words = script.command_of(row, tmp_path, "python", smoke=True)
-        if row.kind == "bench":
-            answer = cli(*words[3 : words.index("--json")], "--json", "/nowhere/rows.json")
-            assert (answer.code, answer.out) == (2, "")
-            assert "cannot write /nowhere/rows.json" in answer.err
-        else:
-            assert Path(words[1]).is_file()

@@ -1,6 +1,6 @@
 """The time to the first step: what a warm start saves, and that deeper models make no longer programs.
 
-`scripts/bench_start.py` measures the times; here is what they follow from. No time is asserted.
+`jaxtrain bench` measures the times; here is what they follow from. No time is asserted.
 """
 
 import math

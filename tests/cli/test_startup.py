@@ -31,7 +31,7 @@ PLAN = ["plan", "quickstart", "--on", "h100x8,v5e-8,rtx4090", "--analytic", "--j
     ids=["train --help", "config quickstart", "plan"],
 )
 def test_imports_no_more_than_it_needs(words, loaded):
-    """What a command costs before it does anything is what it imports; `scripts/bench_start.py` has the seconds."""
+    """What a command costs before it does anything is what it imports."""
     done = run(sys.executable, "-c", WATCHED, *words)
     assert (done.returncode, {*done.stderr.split()}) == (0, {"loaded:", *loaded.split()})
 

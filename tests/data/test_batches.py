@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxtrain.data import Batches
 from jaxtrain.data.permutation import permuted
-from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, Rows
+from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, MappedRows, Rows
 from jaxtrain.errors import DataError
 
 
@@ -149,6 +149,14 @@ def test_a_mixture_takes_by_weight_and_covers_each_part():
     assert sorted(second) == list(range(100, 130))
     assert all(sorted(first[start : start + 10]) == list(range(10)) for start in range(0, 90, 10))
     assert stream.tolist() == row_numbers(Batches(rows, 8, seed=0, shuffle=True), range(15))
+
+
+def test_each_pass_of_a_short_part_draws_other_random_numbers():
+    mixture = ConcatenatedRows([numbered(2), numbered(30)], weights=[1.0, 1.0])
+    batches = Batches(MappedRows(mixture, lambda found, indices: {"inputs": indices}), 32, seed=0, shuffle=True)
+    indices = batches._load_rows(0, np.arange(32))["inputs"]
+    assert len(set(indices)) == 32
+    np.testing.assert_array_equal(indices % 32, batches.row_numbers(0))
 
 
 @pytest.mark.parametrize("change", [lambda rows: rows.map(dict), lambda rows: rows[:5]], ids=["map", "slice"])

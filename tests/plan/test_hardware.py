@@ -105,6 +105,7 @@ def test_a_file_of_the_user_is_laid_over_the_catalogue(tmp_path):
     path.write_text(
         "h100:\n  on_demand_usd_hour: 2.5\n  spot_usd_hour: null\n  peak_flops: {fp8: 1.5e15}\n"
         "v5e:\n  on_demand_usd_hour: 0.6\n  sources: {on_demand_usd_hour: 'our contract, 2026-10'}\n"
+        "v3: {on_demand_usd_hour: 0.2}\n"
     )
     ours = catalogue(path)
     assert set(ours) == set(CATALOGUE)
@@ -116,6 +117,7 @@ def test_a_file_of_the_user_is_laid_over_the_catalogue(tmp_path):
     assert h100.sources["memory_bytes"] == shipped.sources["memory_bytes"]
     assert (h100.memory_bytes, h100.shapes) == (shipped.memory_bytes, shipped.shapes)
     assert ours["v5e"].sources["on_demand_usd_hour"] == "our contract, 2026-10"
+    assert ours["v3"].spot_usd_hour is None, "that of the catalogue is above our price"
     assert parse_targets("h100x8", ours)[0].hardware == h100
 
 

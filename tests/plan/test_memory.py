@@ -1,9 +1,9 @@
 """The analytic memory against what compilers said of the same steps: state within 1 %, the peak within 15 %.
 
-`compiled.json` holds what compilers said on one day; `scripts/compile_memory.py` makes such rows, and `test_exact.py`
-compiles anew. The constants of `plan/memory.py` were fitted to its rows under "fitted"; those under "held_out"
-were compiled after the constants were set: they hold the claim for configs that the constants have not seen. No
-constant is to be changed for them; a row that a constant is fitted to moves to the others.
+`compiled.json` holds what compilers said on one day; `jaxtrain plan CONFIG --on h100x8 --exact --json` says it of any
+config, and `test_exact.py` compiles anew. The constants of `plan/memory.py` were fitted to its rows under "fitted";
+those under "held_out" were compiled after the constants were set: they hold the claim for configs that the constants
+have not seen. No constant is to be changed for them; a row that a constant is fitted to moves to the others.
 """
 
 import json

@@ -94,3 +94,23 @@ def test_an_accuracy_that_rises_stops_no_run_and_keeps_its_highest(tmp_path: Pat
         fit(tmp_path, optimizer=optax.adam(1e-2), steps=16, evaluation={"every": 2}, **other)
     with pytest.raises(jt.UserError, match="ScaleByAdam -> ScaleByBelief"):
         fit(tmp_path, optimizer=optax.adabelief(1e-2), steps=16, evaluation={"every": 2}, validation=(X[:48], Y[:48]))
+
+
+def test_the_best_evaluation_is_known_after_a_resume_with_another_interval(tmp_path: Path) -> None:
+    with pytest.raises(jt.PreemptedError):
+        overfit(tmp_path, callbacks=[jt.EarlyStopping(patience=3), stop_after(5)])
+    assert overfit(tmp_path, evaluation={"every": 3}).step == 9, "step 2 is the best, and 4, 6 and 9 are worse"
+
+
+def test_losses_of_other_settings_are_not_compared(tmp_path: Path) -> None:
+    config = {
+        "task": "classification",
+        "model": {"kind": "mlp", "hidden_dims": [4]},
+        "data": {"kind": "digits"},
+        "checkpoint": {"keep_best": True},
+        "logging": {"tensorboard": False, "report": False},
+    }
+    jt.run_config(config, overrides={"train.steps": 1}, run_dir=tmp_path)
+    other = {"train.steps": 2, "loss.label_smoothing": 0.3}
+    with pytest.raises(jt.ConfigError, match=r"label_smoothing 0\.0 -> 0\.3: evaluations before and after"):
+        jt.run_config(config, overrides=other, run_dir=tmp_path, resume="must")

@@ -87,3 +87,9 @@ def test_a_loss_over_the_batch_is_evaluated_in_batches_of_the_run_alone():
     with pytest.raises(ConfigError, match=r"the 4 shards .*use 3 devices, .*global_batch_size=8") as error:
         found(4)
     assert "\n" not in str(error.value)
+
+
+def test_a_config_evaluates_all_rows_where_it_names_no_limit():
+    config = load_config(CONFIG).config
+    rows, size = jt.ArrayRows({"inputs": np.zeros((9000, 1), np.float32)}), config.train.global_batch_size
+    assert held_out_batches(config, rows, size=size, max_batches=config.evaluation.max_batches).num_rows == 9000

@@ -260,6 +260,12 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+def test_another_loss_of_numbers_is_another_task(tmp_path: Path) -> None:
+    fit(tmp_path, task="mae", data=(X, X), steps=1)
+    with pytest.raises(jt.ConfigError, match="task mae -> regression"):
+        fit(tmp_path, task="mse", data=(X, X), steps=1)
+
+
 class Table:
     """What distinguishes a table of pandas, which tests do not need."""
 
