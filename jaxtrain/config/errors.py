@@ -154,7 +154,7 @@ def explain(
     at, key = _at(where, path), ".".join(path)
     if kind == "extra_forbidden":
         if len(path) == 1 and isinstance(value, dict) and len(value) == 1:  # mesh={data: 2} is mesh.data
-            path = (*path, *value)
+            path, group = (*path, *value), None
         key = ".".join(path)
         return f"unknown key {key!r}{at}; {_hint(path, group, root, values)}"
     if kind == "missing" or (kind == "union_tag_not_found" and path[-1] == "kind"):
