@@ -246,6 +246,7 @@ def written_adapter(
         tensors |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
         made = factor_transforms(parts[0][0], 1)
         transposed = transposed or (made is not None and made.transposed)
+    _check_apart(counts, rows, whole)
     whole_modules, saved = _whole(rows, whole)
     # PEFT takes a head whole whatever it consists of: its parts may not be named beside it.
     named = _HEADS.get(config.task_type or "", ())
@@ -317,6 +318,17 @@ def _patterns(counts: Mapping[str, int], known: Sequence[str], config: AdapterCo
             ranks[name] = count * config.rank
             alphas[name] = _number(config.alpha * (count**0.5 if config.rank_stabilised else count))
     return ranks, alphas
+
+
+def _check_apart(adapted: Iterable[str], rows: Sequence[Row], whole: Iterable[str]) -> None:
+    """Raise a ConfigError where an adapted module lies in one that is trained whole: PEFT can say only one of them."""
+    for row in (row for row in rows if isinstance(row, Entry) and row.path in whole):
+        modules = tuple(names_of(row, at)[0].rpartition(".")[0] + "." for at in positions(row))
+        if any(f"{one}.".startswith(modules) for one in adapted):
+            raise ConfigError(
+                f"PEFT cannot train {row.path} whole beside an adapter in the same module; export --merge writes the "
+                "model with both"
+            )
 
 
 def _whole(rows: Sequence[Row], whole: Mapping[str, np.ndarray]) -> tuple[list[str], dict[str, np.ndarray]]:

@@ -144,21 +144,25 @@ def _chunk(
     def grouped(x: Array) -> Array:
         return jnp.moveaxis(x, 1, -1).reshape(batch, groups, -1, chunk)
 
-    step_BGRQ, total_BGRQ = grouped(step), grouped(jnp.cumsum(step * decay_H[None, None], axis=1))
+    # Differences of sums of float32 lose what is far below the sums: whole numbers, which lose nothing, are apart.
+    decay, step_BGRQ = step * decay_H[None, None], grouped(step)
+    whole = jnp.round(decay)
+    sums_BGRQ = [grouped(jnp.cumsum(x, axis=1)) for x in (whole, decay - whole)]
     value_BQGRK = value.reshape(batch, chunk, groups, -1, value.shape[-1])
     # What a token reads of each earlier one in the chunk.
     sees_BQS = (documents_BQ[:, :, None] == documents_BQ[:, None]) & jnp.tril(jnp.ones((chunk, chunk), bool))[None]
-    decays = total_BGRQ[..., None] - total_BGRQ[..., None, :]
+    decays = functools.reduce(jnp.add, (x[..., None] - x[..., None, :] for x in sums_BGRQ))
     decays = jnp.exp(jnp.where(sees_BQS[:, None, None], decays, -jnp.inf))
     scores = product("bqgn,bsgn->bgqs", query, key)[:, :, None] * decays * step_BGRQ[..., None, :]
     y_BQGRK = product("bgrqs,bsgrk->bqgrk", scores.astype(dtype), value_BQGRK)
     # What it reads of the state before the chunk.
-    kept = jnp.exp(total_BGRQ) * (documents_BQ == before_B[:, None])[:, None, None]
+    kept = jnp.exp(sums_BGRQ[0] + sums_BGRQ[1]) * (documents_BQ == before_B[:, None])[:, None, None]
     read = product("bqgn,bgrkn->bqgrk", query, state_BGRKN.astype(dtype))
     y_BQGRK = y_BQGRK + read * jnp.moveaxis(kept, 3, 1)[..., None]
     # What the chunk leaves of that state, and adds to it.
     last_B = documents_BQ[:, -1]
-    added = jnp.exp(total_BGRQ[..., -1:] - total_BGRQ) * step_BGRQ * (documents_BQ == last_B[:, None])[:, None, None]
+    added = jnp.exp(functools.reduce(jnp.add, (x[..., -1:] - x for x in sums_BGRQ))) * step_BGRQ
+    added = added * (documents_BQ == last_B[:, None])[:, None, None]
     written = (value_BQGRK * jnp.moveaxis(added, 3, 1)[..., None]).astype(dtype)
     state_BGRKN = state_BGRKN * kept[..., -1, None, None] + product("bsgn,bsgrk->bgrkn", key, written)
     return (state_BGRKN, last_B), y_BQGRK.reshape(value.shape).astype(dtype)

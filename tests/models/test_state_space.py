@@ -18,11 +18,11 @@ SIZES |= dict(position="none", vocab_size=40, state_space=dict(state_dim=5, grou
 TOLERANCE = 2e-5  # float32: sums in another order
 
 
-def drawn(groups, length, dtype=jnp.float32):
+def drawn(groups, length, dtype=jnp.float32, steps=(-4, 0)):
     rng = np.random.default_rng(0)
     shapes = ((2, length, groups, 5), (2, length, groups, 5), (2, length, 4, 3))
     query, key, value = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    step, decay = np.exp(rng.uniform(-4, 0, (2, length, 4))), -rng.uniform(0.5, 4, 4)
+    step, decay = np.exp(rng.uniform(*steps, (2, length, 4))), -rng.uniform(0.5, 4, 4)
     return StateInputs(query, key, value, jnp.asarray(step, jnp.float32), jnp.asarray(decay, jnp.float32))
 
 
@@ -43,12 +43,28 @@ def test_chunks_are_the_recurrence(groups, chunk, length, packed):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * np.abs(other).max(), err_msg=name)
 
 
+def test_large_steps_do_not_round_small_ones():
+    given = drawn(1, 512, steps=(-4, 4))
+    documents = document_numbers(None, 2, 512)
+    wanted = np.asarray(reference_state_space(given, documents))
+    found = np.asarray(state_space(given, documents, chunk=256)[0])
+    assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max()
+
+
 def test_sixteen_bits_keep_a_long_state():
     given = drawn(1, 4096, jnp.bfloat16)._replace(decay=jnp.full(4, -1e-3, jnp.float32))
     documents = document_numbers(None, 2, 4096)
     wanted = np.asarray(reference_state_space(given, documents))
     found = np.asarray(state_space(given, documents, chunk=256)[0], np.float32)
     assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()  # bf16 rounds by 0.004
+
+
+def test_a_decay_that_is_trained_beside_adapters_is_no_folder_of_peft(tmp_path, model):
+    base = jt.load_pretrained(jt.save_pretrained(tmp_path / "base", model[1], model=SIZES))
+    lora = jt.LoraConfig(rank=2, targets=("output",), train_also=("*/log_decay",))
+    adapted = jt.adapt(base.model, lora=lora)
+    with pytest.raises(ConfigError, match="--merge"):
+        jt.save_adapter(tmp_path / "adapter", adapted.init(jax.random.key(0))[0], model=adapted, base=base)
 
 
 @pytest.fixture(scope="module")

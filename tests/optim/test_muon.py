@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.config.model import ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, MuonConfig
+from jaxtrain.config.rope import LatentConfig
 from jaxtrain.models.model import parameter_shapes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.optim.muon import newton_schulz
@@ -38,6 +39,18 @@ def test_matrices_of_a_transformer_with_experts():
     }
     # Embedding, output layer, router and norms are for AdamW.
     assert {"embedding", "output", "blocks/mlp/router/kernel", "blocks/mlp_norm/scale"} <= everything
+
+
+def test_matrices_of_latents_and_of_a_state_space():
+    latent = dict(query_rank=8, key_value_rank=8, nope_dim=6, rope_dim=4, value_dim=8)
+    found, _ = matrix_paths(
+        EXPERTS.model_copy(update={"latent": LatentConfig(**latent)}), input_shape=(16,), vocab_size=64
+    )
+    assert {f"blocks/attention/{name}/kernel" for name in ("query_latent", "key_value_latent", "query")} <= set(found)
+    sizes = dict(num_layers=2, embed_dim=32, num_heads=4, position="none", state_space={"groups": 2})
+    found, _ = matrix_paths(TransformerConfig.model_validate(sizes), input_shape=(16,), vocab_size=64)
+    names = ("query", "key", "value", "gate", "step", "output")
+    assert set(found) == {f"blocks/attention/{name}/kernel" for name in names}
 
 
 def test_matrices_of_the_other_models():

@@ -128,7 +128,8 @@ def attention_shapes(config: TransformerConfig) -> dict[str, LinearShape]:
     if config.latent is not None:
         return _latent_shapes(config, config.latent)
     if config.state_space is not None:
-        shared = LinearShape(width, (config.state_space.groups, config.state_space.state_dim), ("embed", None, None))
+        said = config.state_space
+        shared = LinearShape(width, (said.groups, said.state_dim), ("embed", None, "head_dim"))
         value = LinearShape(width, queries, ("embed", "heads", "head_dim"))
         step = LinearShape(width, (config.num_heads,), ("embed", "heads"))
         output = LinearShape(queries, width, ("heads", "head_dim", "embed"))
@@ -145,11 +146,11 @@ def _latent_shapes(config: TransformerConfig, latent: LatentConfig) -> dict[str,
     width, heads, rank = (config.embed_dim,), config.num_heads, (latent.key_value_rank,)
     of_queries = width if latent.query_rank is None else (latent.query_rank,)
     beside = (latent.key_value_rank + latent.rope_dim,)  # the part of keys that heads share
-    to_heads = ("embed", "heads", "head_dim")
-    of_stream = {} if latent.query_rank is None else {"query_latent": LinearShape(width, of_queries, ("embed", None))}
+    to_heads, to_latent = ("embed", "heads", "head_dim"), ("embed", "head_dim")
+    of_stream = {} if latent.query_rank is None else {"query_latent": LinearShape(width, of_queries, to_latent)}
     return of_stream | {
         "query": LinearShape(of_queries, (heads, config.head_width), to_heads),
-        "key_value_latent": LinearShape(width, beside, ("embed", None)),
+        "key_value_latent": LinearShape(width, beside, to_latent),
         "key_value": LinearShape(rank, (heads, latent.nope_dim + latent.value_dim), to_heads),
         "output": LinearShape((heads, latent.value_dim), width, ("heads", "head_dim", "embed")),
     }
