@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -442,9 +443,11 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
     collectives of the two threads could meet in another order in another process.
     """
     seen: set[str] = set()
+    own = threading.get_ident()  # the initialisation compiles at the same time
 
     def listen(event: str, **_: Any) -> None:
-        seen.add(event.removeprefix("/jax/compilation_cache/"))
+        if threading.get_ident() == own:
+            seen.add(event.removeprefix("/jax/compilation_cache/"))
 
     def attempt() -> None:
         try:
@@ -453,7 +456,6 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
                 phase.note("; ".join(choices))
             with progress.phase("compiling") as phase:
                 run.step.use(lowered.compile(), choices=choices)
-                # The initialisation compiles at the same time, so a miss may be its; then the note is too modest.
                 found = "cache_hits" in seen and "cache_misses" not in seen
                 is_kept = run.config.compilation_cache is not None
                 phase.note("from cache" if found else "cached next time" if is_kept else "")
