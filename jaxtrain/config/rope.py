@@ -131,9 +131,9 @@ class StateSpaceConfig(Group):
         """Raise where a model group with a state space sets a key of attention or MLP, or its groups do not divide."""
         usual = {name: (field.default,) for name, field in type(model).model_fields.items()}
         usual |= dict(position=("none",), num_kv_heads=(None, num_heads))
-        for name in [name for name in usual if name not in _OF_STATE_SPACE]:
-            if getattr(model, name) not in usual[name]:
-                shown = json.dumps(usual[name][0]).strip('"')
-                raise ValueError(f"a block with state_space has no attention and no MLP; set {name}: {shown}")
+        wrong = [name for name in usual if name not in _OF_STATE_SPACE and getattr(model, name) not in usual[name]]
+        if wrong:
+            works = ", ".join(f"{name}: {json.dumps(usual[name][0])}".replace('"', "") for name in wrong)
+            raise ValueError(f"a block with state_space has no attention and no MLP; set {works}")
         if num_heads % self.groups:
             raise ValueError(f"num_heads {num_heads} is not a multiple of state_space.groups {self.groups}")

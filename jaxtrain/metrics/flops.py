@@ -92,11 +92,11 @@ def model_flops_per_row(
     the first term is 6 per matmul weight and token, the output layer included (tied or not); with E experts of which a
     token takes K, the weights are K m d f and d E of the router; the second is the attention scores and their product
     with the values over the P visible pairs of a query and a key: T^2, halved for causality, fewer with a window, and
-    the mean over layers where only some have one. Latent attention has the weights of its own kernels,
-    and k + v for 2 k of the scores, v being the width of values; blocks before those with experts count theirs. A state
-    space (Mamba 2) has its kernels and no MLP, and 12 L h k N T for its scores: each token is written to a state of
-    k x N numbers a head, and reads it; its convolution is not counted. A head
-    of labels counts its layers, and where it has one output per text, for one position.
+    the mean over layers where only some have one. Latent attention has the weights of its own kernels, and k + v for 2
+    k of the scores, v being the width of values; blocks before those with experts count theirs. A state space (Mamba
+    2) has its kernels and no MLP, and 12 L h k N T for its scores: each token is written to a state of k x N numbers a
+    head, and reads it; its convolution is not counted. A head of labels counts its layers, and where it has one output
+    per text, for one position.
     A vision transformer has the same for its T patches and class token, without order, 6 (T - 1) p^2 c d for patches of
     p x p pixels of c channels, and 6 d per class. CLIP takes the sum of its two encoders, texts of full length.
     An encoder-decoder takes that of its encoder for S tokens and that of its decoder for T, and for each layer of the

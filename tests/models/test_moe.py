@@ -8,6 +8,7 @@ import pytest
 from dense_experts import dense_experts
 from flax import nnx
 
+import jaxtrain as jt
 from jaxtrain.config.model import ExpertsConfig, TransformerConfig
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.shipped.moe import MoE
@@ -102,3 +103,15 @@ def test_bias_of_scores_moves_against_the_load_and_levels_it():
     assert np.max(np.mean(loads[-10:], axis=0)) < 0.3
     norms = [float(optax.tree.norm(one)) for one in (gradients, {"moe": gradients["moe"] | {"score_bias": 0.0}})]
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.0), optax.adamw(0.1, weight_decay=0.5)], ids=["sgd", "adamw"])
+def test_a_step_moves_the_bias_of_scores_whatever_the_optimizer(optimizer):
+    sizes = CONFIG.model_dump() | {"experts": {"num_experts": 4, "score_bias": True, "score_bias_step": 0.25}}
+    model = jt.build_model(sizes | {"kind": "transformer", "vocab_size": 16}, input_shape=(12,))
+    step = jt.make_train_step(model, "language_modeling", optimizer, mesh=jt.make_mesh(devices=jax.devices()[:1]))
+    tokens = np.random.default_rng(0).integers(0, 16, (3, 13)).astype(np.int32)
+    state, _ = step(step.init(0), {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+    moved = np.asarray(state.params["blocks"]["mlp"]["score_bias"])
+    assert set(np.unique(np.abs(moved))) <= {0.0, 0.25}
+    assert np.all(np.any(moved > 0, axis=1) & np.any(moved < 0, axis=1))

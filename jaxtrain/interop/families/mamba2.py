@@ -84,13 +84,13 @@ FAMILY = Family(
         fixed("hidden_act", "silu", "swish"),
         fixed("time_step_limit", [0.0, inf], [0.0, {"__float__": "Infinity"}]),
         # Of initial values, of the dtype of the residual stream, and of older files, which transformers does not read.
-        *ignored("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-        *ignored("residual_in_fp32", "time_step_init_scheme", "time_step_scale"),
-        *ignored("rms_norm", "norm_before_gate", "intermediate_size"),
+        *ignored("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",
+                 "residual_in_fp32", "time_step_init_scheme", "time_step_scale", "rms_norm", "norm_before_gate",
+                 "intermediate_size"),
     ),
     tensors=_tensors,
     fixed=_FIXED,
     read=_read,
     write=_write,
     sizes={f"mamba2_{name}": _size(layers, width) for name, (layers, width) in _SIZES.items()},
-)
+)  # fmt: skip

@@ -511,8 +511,10 @@ class Block(nnx.Module):
         self.attention_norm = norm("attention_norm")
         self.attention = _mixer(config)(config, rngs, stddevs)
         self.mlp_norm = norm("mlp_norm")
-        mlp = MLP(config, rngs, stddevs) if mlp_shapes(config) and config.experts is None else None
-        self.mlp = mlp if config.experts is None else MoE(config, rngs)
+        if config.experts is not None:
+            self.mlp = MoE(config, rngs)
+        else:
+            self.mlp = MLP(config, rngs, stddevs) if mlp_shapes(config) else None
         self.shared = None if config.shared is None else MLP(config.shared, rngs, stddevs)
         self.attention_output_norm, self.mlp_output_norm = norm("attention_output_norm"), norm("mlp_output_norm")
         self.dropout, self.residual_scale = config.dropout, config.residual_scale
