@@ -1,4 +1,4 @@
-"""Layouts of a config on a target, ranked by predicted time; `parallel: auto`. No jax here.
+"""Layouts of a config on a target, ranked by predicted time; `parallel: auto`; the largest batch. No jax here.
 
 Every layout is a config, tried in the analytic model; what does not fit, or cannot be, is kept with its reason.
 """
