@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from jaxtrain import _HOMES
 from jaxtrain.config.errors import inner_members, members, walk
 from jaxtrain.config.load import value_text
 from jaxtrain.config.schema import Config
@@ -133,7 +132,10 @@ def find(name: str, module: str) -> Entry:
 
 def entries() -> list[Entry]:
     """All public names, in the order of the index."""
-    return sorted((find(name, module) for name, module in _HOMES.items()), key=lambda one: one.name.lower())
+    stub = ast.parse((ROOT / "jaxtrain" / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    public = [find(node.names[0].name, f"jaxtrain.{node.module}") for node in imports]
+    return sorted(public, key=lambda entry: entry.name.lower())
 
 
 def signature(node: ast.FunctionDef, name: str, *, method: bool) -> str:

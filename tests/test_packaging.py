@@ -18,7 +18,7 @@ import jaxtrain
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Endings of files that are no Python and that the package reads when it runs, or that tools read.
-READ = {".yaml", ".html", ".txtpb", ".typed"}
+READ = {".yaml", ".html", ".txtpb", ".typed", ".pyi"}
 # The wheel holds 3.9 MB of Python, 1.4 MB as it is compressed; more would be a file that was left there.
 MOST_BYTES = 3_000_000
 
