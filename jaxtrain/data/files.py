@@ -6,6 +6,7 @@ folder once, and again where they have changed.
 
 import contextlib
 import fcntl
+import fnmatch
 import glob
 import hashlib
 import importlib
@@ -104,6 +105,12 @@ def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
             f"{path} is not UTF-8 at byte {offset + error.start} (0x{content[error.start]:02x}); decompress it, or "
             f"convert it, for example with: iconv -t UTF-8 {path.name}"
         ) from None
+
+
+def file_size(path: Path) -> int:
+    """Returns the size of a file in bytes; a DataError where it is not there, such as at the end of a broken link."""
+    with reading(path):
+        return path.stat().st_size
 
 
 def file_digests(paths: Iterable[Path]) -> list[str]:
@@ -239,8 +246,12 @@ def find_files(
         files = choose_files(root, below, lambda file: plain_suffix(file) in chosen, what=what)
     elif is_glob:
         start = _glob_root(root)
-        files = [Path(match) for match in glob.glob(str(root), recursive=True) if os.path.isfile(match)]
-        files = [file for file in files if not _is_in_circle(file, start)]
+        pattern = root.absolute().relative_to(start).parts
+        # glob would follow links that lead in a circle.
+        if "**" in pattern:
+            files = [file for file in files_below(start) if _matches(file.relative_to(start).parts, pattern)]
+        else:
+            files = [Path(match) for match in glob.glob(str(root)) if os.path.isfile(match)]
     else:
         start = root.parent
         files = [require_file(root, what=what)]
@@ -253,10 +264,13 @@ def find_files(
     return tuple((name, require_file(file, what=what)) for name, file in named)
 
 
-def _is_in_circle(file: Path, start: Path) -> bool:
-    """Returns whether a link on the way from `start` to a file leads back to a folder of this way."""
-    folders = [start / folder for folder in file.absolute().relative_to(start.absolute()).parents]
-    return len({folder.resolve() for folder in folders}) < len(folders)
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether the parts of a path match those of a glob, of which `**` stands for any number of folders."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[first:], pattern[1:]) for first in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _glob_root(pattern: Path) -> Path:

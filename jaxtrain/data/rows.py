@@ -28,7 +28,7 @@ IGNORED = -100
 
 # Rows by which it is judged whether float32 tells numbers apart, at least and at most, and the part of their range that
 # rounding may change.
-_FEWEST_ROWS, _JUDGED_ROWS = 8, 4096
+_FEWEST_ROWS, _JUDGED_ROWS = 8, 256
 _ROUNDING = 1e-4
 
 # A function from positions in the endless training order, int64 [B], to indices, int64 [B]: those of a later epoch are
@@ -128,11 +128,11 @@ def as_numbers(value: Any, *, where: str) -> np.ndarray:
 
 def check_differences(numbers: np.ndarray, where: str) -> None:
     """Raises a DataError where numbers [N, ...] of a program differ by less than float32 tells apart."""
-    sample = numbers[:: 1 + len(numbers) // _JUDGED_ROWS]
-    if len(sample) < _FEWEST_ROWS or jax.config.jax_enable_x64:
+    if len(numbers) < _FEWEST_ROWS:
         return
+    sample = numbers[:: 1 + len(numbers) // _JUDGED_ROWS]
     lost = loses_differences(sample)
-    if np.any(lost):
+    if lost.any():
         raise DataError(
             f"{where} has numbers such as {sample[0][lost].flat[0]:.15g}, whose differences float32 cannot hold; "
             "subtract a constant from them"
@@ -143,7 +143,7 @@ def loses_differences(numbers: np.ndarray) -> np.ndarray:
     """Returns for each column of numbers [N, ...] whether float32, which devices use, rounds off what differs."""
     exact = numbers.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        rounding = np.abs(exact - exact.astype(np.float32)).max(axis=0)
+        rounding = np.abs(exact - exact.astype(jax.dtypes.canonicalize_dtype(np.float64))).max(axis=0)
         spread = np.ptp(exact, axis=0)
         return (rounding > _ROUNDING * spread) & (spread > 0)
 
@@ -159,8 +159,9 @@ def without_offset(
         The numbers, and the entries of their own `Data.reading`: `target_offset` [K], which predictions add again.
     """
     offset = None if reading is None else reading.get("target_offset")
-    if reading is None and loses_differences(numbers).any():
-        offset = np.where(loses_differences(numbers), numbers.mean(axis=0), 0.0).tolist()
+    lost = loses_differences(numbers)
+    if reading is None and lost.any():
+        offset = np.where(lost, numbers.mean(axis=0), 0.0).tolist()
         add_note(f"{label}: targets are differences from {offset}, beside which float32 cannot hold them")
     return (numbers, {}) if offset is None else (numbers - offset, {"target_offset": offset})
 

@@ -137,6 +137,16 @@ def test_a_token_out_of_range_names_file_and_position(tmp_path):
         open_shards(folder)
 
 
+def test_one_changed_token_of_a_shard_is_other_data(tmp_path):
+    folder = prepared(tmp_path)
+    shard = folder / "shard-00002.bin"
+    before = open_shards(folder).fingerprint
+    tokens = np.fromfile(shard, "<u2")
+    tokens[61] = 7
+    tokens.tofile(shard)
+    assert open_shards(folder).fingerprint != before
+
+
 def test_a_truncated_shard_names_both_sizes(tmp_path):
     folder = prepared(tmp_path)
     shard = folder / "shard-00000.bin"

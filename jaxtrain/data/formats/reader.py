@@ -99,19 +99,12 @@ def parse_json(text: str) -> Any:
     """Returns the value of a text of JSON.
 
     Raises:
-        ValueError: It is not JSON, an object has a key twice, or a text holds half of a character (\\ud83d alone).
+        ValueError: It is not JSON, or a text holds half of a character (\\ud83d alone).
     """
-    value = json.loads(text, object_pairs_hook=_object)
+    value = json.loads(text)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Cells:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError(f"one key is there twice: {', '.join(key for key, _ in pairs)[:80]}")
-    return row
 
 
 def json_object(text: str, *, where: str) -> Cells:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData
 from jaxtrain.data.dataset import Data, example_data
-from jaxtrain.data.files import choose_files, few, file_digests, files_below, require_folder
+from jaxtrain.data.files import choose_files, few, file_digests, file_size, files_below, require_folder
 from jaxtrain.data.formats.arrow import with_names
 from jaxtrain.data.formats.open import (
     class_name,
@@ -70,8 +70,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     root = require_folder(config.path, what="data.path")
     parted = (root / "train").is_dir()
     if parted:
-        parts = [path for path in sorted(root.iterdir()) if not path.name.startswith(".")]
-        choose_files(root, parts, lambda path: path.name in ("train", "val"), what="data.path")
+        choose_files(root, sorted(root.glob("[!.]*")), lambda path: path.name in ("train", "val"), what="data.path")
     folder = root / "train" if parted else root
     known = saved_classes(reading, config.kind)
     classes = known or _classes(folder)
@@ -86,7 +85,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     digest = hashlib.sha256()
     for path, label in listed:
         # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
-        digest.update(_bytes(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n"))
+        digest.update(_bytes(f"{path.relative_to(root).as_posix()}\0{file_size(path)}\0{label}\n"))
     return _image_data(
         config,
         lambda number: (str(listed[number][0]), listed[number][0]),
@@ -228,13 +227,12 @@ def _listed(folder: Path, classes: Sequence[str], *, may_lack: bool) -> list[tup
     unknown = next((name for name in _folders(folder) if name not in classes), None)
     if unknown is not None:
         raise DataError(f"{folder / unknown} is a class that training does not have; its classes are {few(classes)}")
-    files: dict[str, list[Path]] = {name: [] for name in classes}
-    for file in image_files(folder, classes=classes):
-        files[file.relative_to(folder).parts[0]].append(file)
-    empty = next((name for name in classes if not files[name] and not may_lack), None)
-    if empty is not None:
-        raise DataError(f"{folder / empty} holds no image; remove the folder, or add images")
-    return [(file, label) for label, name in enumerate(classes) for file in files[name]]
+    files = image_files(folder, classes=classes)
+    names = [file.relative_to(folder).parts[0] for file in files]
+    empty = sorted({*classes}.difference(names))
+    if empty and not may_lack:
+        raise DataError(f"{folder / empty[0]} holds no image; remove the folder, or add images")
+    return list(zip(files, numbered(names, classes).tolist(), strict=True))
 
 
 def _column(where: str, there: Cells, key: str, given: str | None, usual: Sequence[str]) -> str:

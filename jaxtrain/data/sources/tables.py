@@ -162,33 +162,18 @@ def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | N
         table = _read_npz(require_file(config.path, what="data.path"))
     else:
         chosen = config.task or task
+        if reading is not None and reading.get("columns"):
+            config = config.model_copy(update={"columns": tuple(reading["columns"])})
         # Where numbers are wanted, a text is a bad row.
         as_numbers = chosen == "regression" if reading is None else reading["classes"] is None
         table = _read_rows(config, as_numbers=as_numbers, keeps_codes=reading is not None)
         if reading is None and config.task is None and table.targets.dtype.kind == "U":
             _check_not_mixed(table)
     if reading is not None:
-        return replace(_in_order(table, reading.get("columns")), are_classes=reading["classes"] is not None)
+        return replace(table, are_classes=reading["classes"] is not None)
     if config.task is not None:
         return replace(table, are_classes=config.task == "classification")
     return replace(table, are_classes=False) if task == "regression" and table.are_classes is None else table
-
-
-def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
-    """Returns a table with its inputs in the order of the columns that a model was trained on."""
-    if columns is None or table.columns is None:
-        return table
-    there = [name for name in table.columns if name in columns or not _UNNAMED.fullmatch(name)]
-    if len(columns) != len(there):
-        return table
-    missing = next((name for name in columns if name not in table.columns), None)
-    if missing is not None:
-        raise DataError(
-            f"{table.label} has no input column '{missing}', which the run was trained on (it has: "
-            f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
-        )
-    places = [table.columns.index(name) for name in columns]
-    return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
 
 
 def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Table:
@@ -212,20 +197,17 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
         found = [number_in(text) for text in targets]
         targets = targets if None in found else found  # a column of numbers alone: 01 is 1
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
-    table = _Table(config.path, inputs, _array(targets), None, names)
-    return table if keeps_codes or config.columns else _without_row_numbers(table, names)
-
-
-def _without_row_numbers(table: _Table, names: Sequence[str]) -> _Table:
-    """Returns a table without the inputs of no name that number its rows from 0, in any order."""
-    numbers = np.arange(len(table.inputs))
-    kept = []
-    for place, name in enumerate(names):
-        if _UNNAMED.fullmatch(name) and np.array_equal(np.sort(table.inputs[:, place]), numbers):
-            add_note(f"{table.label}: column '{name}' numbers the rows and is left out")
-        else:
-            kept.append(place)
-    return replace(table, inputs=table.inputs[:, kept], columns=tuple(names[place] for place in kept))
+    numbers = np.arange(len(inputs))
+    index = [
+        name
+        for name, column in zip(names, inputs.T, strict=True)
+        if _UNNAMED.fullmatch(name) and np.array_equal(np.sort(column), numbers)
+    ]
+    if index and config.columns is None:
+        add_note(f"{config.path}: {few(index)} numbers the rows and is left out")
+        inputs = inputs[:, [name not in index for name in names]]
+        names = tuple(name for name in names if name not in index)
+    return _Table(config.path, inputs, _array(targets), None, names)
 
 
 def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
@@ -233,8 +215,6 @@ def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, 
     there, file = list(next(pass_over_files(files, None))[1]), str(files[0].path)
     _check_header(file, there, files[0].format, least=2)
     usual = [name for name in there if not _INDEX.fullmatch(name)]
-    if len(usual) < len(there) and config.columns is None:
-        add_note(f"{file}: the column without a name is the index of pandas and is left out")
     target = usual[-1] if config.target is None else _named(config.target, there)
     if config.columns is None:
         columns = tuple(name for name in usual if name != target)
@@ -244,7 +224,7 @@ def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, 
         if name not in there:
             raise missing_column(file, key, name, there)
     if target in columns:
-        raise DataError(f"data.columns names '{target}', which is the target; leave it out")
+        raise DataError(f"{file}: '{target}' is both an input and the target; set data.target or data.columns")
     return target, columns
 
 
@@ -363,7 +343,7 @@ def _read_builtin(name: str) -> _Table:
 
 
 def _read_npz(path: Path) -> _Table:
-    with reading(path), np.load(path, allow_pickle=False) as archive:
+    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     inputs, targets = (arrays.get(name, np.zeros(())) for name in ("inputs", "targets"))
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
