@@ -6,7 +6,6 @@ folder once, and again where they have changed.
 
 import contextlib
 import fcntl
-import fnmatch
 import glob
 import hashlib
 import importlib
@@ -24,7 +23,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import ChatData, Stored
 from jaxtrain.config.secrets import redacted_text
 from jaxtrain.errors import DataError, UserError
-from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
 
 # Some editors begin UTF-8 files with it; it is not part of the text.
@@ -125,13 +124,13 @@ def _digest(path: Path) -> str:
     # Another change time is enough to read the file again; content does not change without one.
     version = f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_ctime_ns}"
     kept = _cache_folder(None) / "digests" / hashlib.sha256(os.fsencode(version)).hexdigest()
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(kept.read_bytes())
+    if kept.exists():
+        return kept.read_text()
     with reading(path), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it is read again at the next start
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(kept, digest)
+        write_text_atomic(kept, digest)
     return digest
 
 
@@ -246,12 +245,9 @@ def find_files(
         files = choose_files(root, below, lambda file: plain_suffix(file) in chosen, what=what)
     elif is_glob:
         start = _glob_root(root)
-        pattern = root.absolute().relative_to(start).parts
-        # glob would follow links that lead in a circle.
-        if "**" in pattern:
-            files = [file for file in files_below(start) if _matches(file.relative_to(start).parts, pattern)]
-        else:
-            files = [Path(match) for match in glob.glob(str(root)) if os.path.isfile(match)]
+        matches = sorted(glob.glob(str(root), recursive=True), reverse=True)
+        # A link that leads in a circle matches a file again and again.
+        files = list({os.path.realpath(match): Path(match) for match in matches if os.path.isfile(match)}.values())
     else:
         start = root.parent
         files = [require_file(root, what=what)]
@@ -262,15 +258,6 @@ def find_files(
         )
     named = sorted((file.absolute().relative_to(start.absolute()).as_posix(), file) for file in files)
     return tuple((name, require_file(file, what=what)) for name, file in named)
-
-
-def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Returns whether the parts of a path match those of a glob, of which `**` stands for any number of folders."""
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        return any(_matches(parts[first:], pattern[1:]) for first in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _glob_root(pattern: Path) -> Path:

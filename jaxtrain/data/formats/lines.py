@@ -15,8 +15,8 @@ _RECORDS = 512
 
 def json_rows(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
     """Yields where each row is, and its object: of a line that is not empty, or of a file that is one array."""
-    start = next(read_lines(path), b"").decode("utf-8", errors="replace").removeprefix(BYTE_ORDER_MARK)
-    rows = _array_items(path) if start.lstrip().startswith("[") else _line_objects(path)
+    start = next(read_lines(path), b"").removeprefix(BYTE_ORDER_MARK.encode()).lstrip()
+    rows = _array_items(path) if start.startswith(b"[") else _line_objects(path)
     for where, row in rows:
         check_columns(list(row), columns, where=where)
         yield where, row

@@ -183,7 +183,7 @@ def image_files(folder: Path, *, classes: Sequence[str] | None = None) -> list[P
         suffix
         for suffix, form in Image.registered_extensions().items()
         # Films and data of science are not: Pillow knows that they are there, and cannot decode them.
-        if form in Image.OPEN and Image.MIME.get(form, "").startswith("image/")
+        if Image.MIME.get(form, "").startswith("image/")
     }
 
     def is_read(file: Path) -> bool:
