@@ -212,8 +212,8 @@ def _files_in(folder: Path, *, around: frozenset[Path]) -> list[Path]:
 def choose_files(root: Path, files: Sequence[Path], is_read: Callable[[Path], bool], *, what: str) -> list[Path]:
     """Returns those files of a folder (`what` in messages) that are read, and notes in one line which are left out."""
     read = [file for file in files if is_read(file)]
-    left_out = [file.relative_to(root).as_posix() for file in files if not is_read(file)]
-    if read and left_out:
+    if 0 < len(read) < len(files):
+        left_out = [file.relative_to(root).as_posix() for file in sorted({*files}.difference(read))]
         add_note(f"{what} {root}: {len(left_out):,} of {len(files):,} files are left out ({few(left_out)})")
     return read
 
