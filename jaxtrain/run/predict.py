@@ -222,7 +222,7 @@ def check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
     saved, own = trained_on.get("reading"), json.loads(json.dumps(getattr(data, "reading", None)))
     if saved is None or own is None or saved["kind"] != own["kind"]:
         return
-    other = [key for key in ("classes", "mean", "deviation") if saved.get(key) != own.get(key)]
+    other = [key for key in ("classes", "mean", "deviation", "target_offset") if saved.get(key) != own.get(key)]
     if other:
         raise DataError(
             f"the {', '.join(other)} of this data and of the run differ; write jaxtrain.open_data({{...}}, "
