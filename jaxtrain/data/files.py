@@ -1,43 +1,39 @@
 """Finds the files that a user names, in the same order on every machine, copies remote ones, and reads them.
 
-Files may be compressed (.gz, .zst). Remote ones (s3://, gs://, hf://, https://) are copied into a local folder
-once, and again where they have changed.
+Files may be compressed (.gz, .bz2, .xz, .zst). Remote ones (s3://, gs://, hf://, https://) are copied into a local
+folder once, and again where they have changed.
 """
 
 import contextlib
 import fcntl
 import glob
-import gzip
 import hashlib
+import importlib
 import io
 import json
 import os
-import tarfile
 import urllib.parse
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import ChatData, Stored
 from jaxtrain.config.secrets import redacted_text
-from jaxtrain.errors import DataError
-from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.errors import DataError, UserError
+from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
 
 # Some editors begin UTF-8 files with it; it is not part of the text.
 BYTE_ORDER_MARK = "\ufeff"
 
 _GLOB_CHARACTERS = "*?["
-# Endings of files that are decompressed while they are read, from their beginning to their end.
-_PACKED_SUFFIXES = (".gz", ".zst")
-# Blocks of a file that are hashed: enough to tell files apart without reading terabytes at every start.
-_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
-# What libraries raise for a file that is damaged, cut off or of another format.
-_FILE_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError)
+# Ending -> module that decompresses such a file while it is read, from its beginning to its end.
+_PACKED_SUFFIXES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "pyarrow"}
+# Lines for the description of the data that is being opened; None: no data is.
+_NOTES: ContextVar[list[str] | None] = ContextVar("notes", default=None)
 
 # Scheme -> what pip installs to read it with fsspec.
 _PACKAGES = {
@@ -57,9 +53,11 @@ def reading(path: Path | str) -> Iterator[None]:
     """Turns what a library raises for a file into a DataError of one line that names the file."""
     try:
         yield
+    except UserError:
+        raise
     except ImportError as error:
         raise DataError(f"{path} needs {error.name}; run: pip install {error.name}") from None
-    except _FILE_ERRORS as error:
+    except Exception as error:  # libraries have errors of their own for a damaged file, by the dozen
         strerror = error.strerror if isinstance(error, OSError) else None
         reason = strerror or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(f"{path} cannot be read ({reason}); repair it, or download it again") from None
@@ -67,32 +65,32 @@ def reading(path: Path | str) -> Iterator[None]:
 
 def is_packed(path: Path) -> bool:
     """Returns whether a file is decompressed while it is read, by the ending of its name."""
-    return path.suffix in _PACKED_SUFFIXES
+    return path.suffix.lower() in _PACKED_SUFFIXES
 
 
 def plain_suffix(path: Path) -> str:
-    """Returns the ending of a file's name, without that of its compression: `.jsonl` of `a.jsonl.gz`."""
-    return path.with_suffix("").suffix if is_packed(path) else path.suffix
+    """Returns the ending of a file's name in lower case, without that of its compression: `.jsonl` of `a.JSONL.gz`."""
+    plain = path.with_suffix("") if is_packed(path) else path
+    return plain.suffix.lower()
 
 
 def _opened(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".zst":
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 2**20)  # pyright: ignore
-    return path.open("rb")
+    if not is_packed(path):
+        return path.open("rb")
+    module = importlib.import_module(_PACKED_SUFFIXES[path.suffix.lower()])
+    if module.__name__ == "pyarrow":
+        return io.BufferedReader(module.input_stream(str(path), compression="zstd"), 2**20)
+    return module.open(path, "rb")
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the content of a file, decompressed where its name ends in .gz or .zst."""
+    """Returns the content of a file, decompressed where its name says that it is compressed."""
     with reading(path), _opened(path) as file:
         return file.read()
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Reads a file line by line, decompressed where its name ends in .gz or .zst."""
+    """Reads a file line by line, decompressed where its name says that it is compressed."""
     with reading(path), _opened(path) as file:
         yield from file
 
@@ -108,14 +106,57 @@ def decode_utf8(content: bytes, *, path: Path, offset: int = 0) -> str:
         ) from None
 
 
-def sampled_sha256(path: Path) -> str:
-    """Returns a hash of blocks of a file, from its beginning to its end, which tells versions of it apart."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for offset in np.linspace(0, max(0, size - _BLOCK_BYTES), _SAMPLED_BLOCKS).astype(int).tolist():
-            file.seek(offset)
-            digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()
+def file_size(path: Path) -> int:
+    """Returns the size of a file in bytes; a DataError where it is not there, such as at the end of a broken link."""
+    with reading(path):
+        return path.stat().st_size
+
+
+def file_digests(paths: Iterable[Path]) -> list[str]:
+    """Returns the SHA-256 of each file; several files are read at a time."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(_digest, paths))
+
+
+def _digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, from the user's cache folder unless the file was written since."""
+    status = path.stat()
+    # Another change time is enough to read the file again; content does not change without one.
+    version = f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_ctime_ns}"
+    kept = _cache_folder(None) / "digests" / hashlib.sha256(os.fsencode(version)).hexdigest()
+    if kept.exists():
+        return kept.read_text()
+    with reading(path), path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with contextlib.suppress(OSError):  # it is read again at the next start
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(kept, digest)
+    return digest
+
+
+@contextlib.contextmanager
+def data_notes() -> Iterator[list[str]]:
+    """Collects the lines that `add_note` gets while data is opened."""
+    notes: list[str] = []
+    token = _NOTES.set(notes)
+    try:
+        yield notes
+    finally:
+        _NOTES.reset(token)
+
+
+def add_note(line: str) -> None:
+    """Adds a line to the description of the data that is being opened, or prints it if none is."""
+    notes = _NOTES.get()
+    if notes is None:
+        print_remark(line)
+    elif line not in notes:
+        notes.append(line)
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the first five names as text."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def require_file(path: str | Path, *, what: str) -> Path:
@@ -144,11 +185,37 @@ def _required(path: str | Path, *, what: str, is_folder: bool) -> Path:
 
 
 def files_below(root: Path) -> list[Path]:
-    """Lists the files of a data folder, at any depth, in the order of their paths.
+    """Lists the files of a data folder, at any depth, in the order of their paths; links to folders are followed.
 
     Hidden files and folders are passed over: `._NAME` of macOS, `.ipynb_checkpoints/`, what a copy has not finished.
     """
-    return sorted(p for p in root.rglob("*") if not is_hidden(p.relative_to(root).parts) and os.path.isfile(p))
+    return sorted(_files_in(root, around=frozenset(root.resolve().parents)))
+
+
+def _files_in(folder: Path, *, around: frozenset[Path]) -> list[Path]:
+    target = folder.resolve()
+    files: list[Path] = []
+    if target in around:  # a link to a folder that it lies in would be followed forever
+        return files
+    with reading(folder), os.scandir(folder) as entries:
+        for entry in entries:
+            path = folder / entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                files += _files_in(path, around=around | {target})
+            else:
+                files.append(path)
+    return files
+
+
+def choose_files(root: Path, files: Sequence[Path], is_read: Callable[[Path], bool], *, what: str) -> list[Path]:
+    """Returns those files of a folder (`what` in messages) that are read, and notes in one line which are left out."""
+    read = [file for file in files if is_read(file)]
+    if 0 < len(read) < len(files):
+        left_out = [file.relative_to(root).as_posix() for file in sorted({*files}.difference(read))]
+        add_note(f"{what} {root}: {len(left_out):,} of {len(files):,} files are left out ({few(left_out)})")
+    return read
 
 
 def is_hidden(parts: Iterable[str]) -> bool:
@@ -156,25 +223,39 @@ def is_hidden(parts: Iterable[str]) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in parts)
 
 
-def find_files(path: str, *, suffix: str, what: str = "data.path") -> tuple[tuple[str, Path], ...]:
-    """Lists the files that a path names: a file, a folder (all its files of one suffix, at any depth) or a glob.
+def find_files(
+    path: str, *, suffixes: Sequence[str], notes: Collection[str] = (), what: str = "data.path"
+) -> tuple[tuple[str, Path], ...]:
+    """Lists the files that a path names: a file, a folder (its files of some suffixes, at any depth) or a glob.
 
-    Returns (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend
-    on the location of the folder. Compressed files (.txt.gz, .txt.zst) of the suffix count; an empty file is an error.
+    Files of a folder with the suffixes `notes` count where it has no others. Compressed files (.txt.gz) of a suffix
+    count; an empty file is an error.
+
+    Returns:
+        (name, file) pairs in the order of the names; a name is relative to the folder, so that it does not depend on
+        the location of the folder.
     """
     root = local_path(path, what=what, error=DataError).expanduser()
     is_glob = any(character in path for character in _GLOB_CHARACTERS) and not root.exists()
+    start = root
     if root.is_dir():
-        files, start = [file for file in files_below(root) if plain_suffix(file) == suffix], root
+        below = files_below(root)
+        present = {plain_suffix(file) for file in below} & {*suffixes}
+        chosen = present.difference(notes) or present
+        files = choose_files(root, below, lambda file: plain_suffix(file) in chosen, what=what)
     elif is_glob:
         start = _glob_root(root)
-        files = [Path(found) for found in glob.glob(str(root), recursive=True) if os.path.isfile(found)]
+        matches = sorted(glob.glob(str(root), recursive=True), reverse=True)
+        # A link that leads in a circle matches a file again and again.
+        files = list({os.path.realpath(match): Path(match) for match in matches if os.path.isfile(match)}.values())
     else:
-        files, start = [require_file(root, what=what)], root.parent
+        start = root.parent
+        files = [require_file(root, what=what)]
     if not files:
-        raise DataError(f"{what} {path} contains or matches no {suffix} file; the nearest existing path is {start}")
-    if suffix == ".txt" and (lines := next((file for file in files if plain_suffix(file) == ".jsonl"), None)):
-        raise DataError(f"{what} {lines} holds JSON lines, not plain text; set data.kind=jsonl")
+        raise DataError(
+            f"{what} {path} contains or matches no {' '.join(suffixes)} file ({start} holds "
+            f"{few(sorted(os.listdir(start))) or 'nothing'}); give another path, or data.kind=image_folder for images"
+        )
     named = sorted((file.absolute().relative_to(start.absolute()).as_posix(), file) for file in files)
     return tuple((name, require_file(file, what=what)) for name, file in named)
 

@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 
+from jaxtrain.data.files import add_note
 from jaxtrain.data.permutation import Span, evaluated_numbers, permuted
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import DataError
@@ -24,6 +25,11 @@ Row = dict[str, Any]
 
 # A target that the loss ignores.
 IGNORED = -100
+
+# Rows by which it is judged whether float32 tells numbers apart, at least and at most, and the part of their range that
+# rounding may change.
+_FEWEST_ROWS, _JUDGED_ROWS = 8, 256
+_ROUNDING = 1e-4
 
 # A function from positions in the endless training order, int64 [B], to indices, int64 [B]: those of a later epoch are
 # past the end, so that random transformations draw other numbers in each.
@@ -88,6 +94,10 @@ class ArrayRows(Rows):
             raise DataError(f"ArrayRows takes arrays of equal length ('inputs', 'targets'), but {shown}")
         super().__init__(len(leaves[0][1]))
         self._columns = columns
+        for path, leaf in leaves:
+            # Other integers are ids, which stay integers.
+            if leaf.dtype.kind == "f" or (leaf.dtype.kind in "iu" and path_name(path) == "targets"):
+                check_differences(leaf, path_name(path))
 
     @property
     def columns(self) -> Row:
@@ -114,6 +124,46 @@ def as_numbers(value: Any, *, where: str) -> np.ndarray:
         shown = "masked values" if np.ma.is_masked(value) else str(array.dtype)
         raise DataError(f"{where} holds {shown}, not numbers; fill them with numbers, or leave the entry out")
     return array
+
+
+def check_differences(numbers: np.ndarray, where: str) -> None:
+    """Raises a DataError where numbers [N, ...] of a program differ by less than float32 tells apart."""
+    if len(numbers) < _FEWEST_ROWS:
+        return
+    sample = numbers[:: 1 + len(numbers) // _JUDGED_ROWS]
+    lost = loses_differences(sample)
+    if lost.any():
+        raise DataError(
+            f"{where} has numbers such as {sample[0][lost].flat[0]:.15g}, whose differences float32 cannot hold; "
+            "subtract a constant from them"
+        )
+
+
+def loses_differences(numbers: np.ndarray) -> np.ndarray:
+    """Returns for each column of numbers [N, ...] whether float32, which devices use, rounds off what differs."""
+    exact = numbers.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        rounding = np.abs(exact - exact.astype(jax.dtypes.canonicalize_dtype(np.float64))).max(axis=0)
+        spread = np.ptp(exact, axis=0)
+        return (rounding > _ROUNDING * spread) & (spread > 0)
+
+
+def without_offset(
+    numbers: np.ndarray, reading: Mapping[str, Any] | None, *, label: str
+) -> tuple[np.ndarray, dict[str, list[float]]]:
+    """Subtracts from numbers to predict, float64 [N, K], what float32 cannot hold beside their differences.
+
+    `reading` is the `Data.reading` of the rows that a model was trained on, whose offset is taken; None: no model was.
+
+    Returns:
+        The numbers, and the entries of their own `Data.reading`: `target_offset` [K], which predictions add again.
+    """
+    offset = None if reading is None else reading.get("target_offset")
+    lost = loses_differences(numbers)
+    if reading is None and lost.any():
+        offset = np.where(lost, numbers.mean(axis=0), 0.0).tolist()
+        add_note(f"{label}: targets are differences from {offset}, beside which float32 cannot hold them")
+    return (numbers, {}) if offset is None else (numbers - offset, {"target_offset": offset})
 
 
 class ConcatenatedRows(Rows):

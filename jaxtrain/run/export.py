@@ -146,7 +146,7 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
         about["decoder_tokens_begin_with"] = config.start_token
     # What is done to the columns of a table before the program.
     reading = (opened.info.get("data") or {}).get("reading") or {}
-    about |= {key: reading[key] for key in ("columns", "mean", "deviation") if key in reading}
+    about |= {key: reading[key] for key in ("columns", "mean", "deviation", "target_offset") if key in reading}
     write_program(folder, program, about=about)
     if opened.tokenizer is not None:
         opened.tokenizer.save(folder / "tokenizer.json")

@@ -23,7 +23,7 @@ from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.data import Batches, Data, Tokenizer
 from jaxtrain.data.chat.templates import ChatFormat, format_of_reading
-from jaxtrain.data.files import decode_utf8, require_file
+from jaxtrain.data.files import decode_utf8, plain_suffix, read_file, require_file
 from jaxtrain.data.formats.open import read_records, text_of
 from jaxtrain.data.rows import ArrayRows, as_numbers
 from jaxtrain.data.sources.images import centered_images, image_files, normalized
@@ -120,7 +120,9 @@ class OpenedModel:
         train = self.config.train
         size = batch_size or max(1, train.global_batch_size // train.accumulation_steps)
         rows = input_rows(inputs, self.info.get("data") or {}, self.sharded_model.model)
-        return self._predictor(self.params, self.model_state, rows, batch_size=size)
+        outputs = self._predictor(self.params, self.model_state, rows, batch_size=size)
+        offset = ((self.info.get("data") or {}).get("reading") or {}).get("target_offset")
+        return outputs if offset is None else outputs.astype(np.float64) + offset
 
     def predict_file(
         self, path: str | Path, *, batch_size: int | None = None, probabilities: bool = False
@@ -220,7 +222,7 @@ def check_read_alike(data: Any, trained_on: Mapping[str, Any]) -> None:
     saved, own = trained_on.get("reading"), json.loads(json.dumps(getattr(data, "reading", None)))
     if saved is None or own is None or saved["kind"] != own["kind"]:
         return
-    other = [key for key in ("classes", "mean", "deviation") if saved.get(key) != own.get(key)]
+    other = [key for key in ("classes", "mean", "deviation", "target_offset") if saved.get(key) != own.get(key)]
     if other:
         raise DataError(
             f"the {', '.join(other)} of this data and of the run differ; write jaxtrain.open_data({{...}}, "
@@ -300,8 +302,8 @@ def _read_texts(data: Any, path: Path) -> list[list[str]]:
     columns = ["text"]
     if isinstance(data, LabelledTextData):
         columns = [data.text, *([data.second_text] if data.second_text else [])]
-    if path.suffix == ".txt" and len(columns) == 1:
-        text = decode_utf8(require_file(path, what="the file").read_bytes(), path=path)
+    if plain_suffix(path) == ".txt" and len(columns) == 1:
+        text = decode_utf8(read_file(require_file(path, what="the file")), path=path)
         return [[line.rstrip("\r")] for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n")]
     return [
         [text_of(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
@@ -314,7 +316,7 @@ def _answer(names: Sequence[str], values: np.ndarray, kind: str, *, probabilitie
     if kind == "embedding":
         return {"embedding": values}
     if kind == "number":
-        plain = [_plain(value) for value in values.ravel()]
+        plain = [float(str(value)) for value in values.ravel()]  # the shortest decimal number that is this one
         return {"number": plain[0]} if len(plain) == 1 else {"numbers": plain}
     raised_C = np.exp(values.astype(np.float64) - values.max())
     shares = [_plain(share) for share in raised_C / raised_C.sum()]

@@ -334,6 +334,9 @@ def with_output_scale(config: Config, reading: Mapping[str, Any] | None, *, task
     mean, deviation = ((reading or {}).get(name) for name in ("target_mean", "target_deviation"))
     if task not in ("regression", *ERRORS) or mean is None or deviation is None:
         return config
+    offset = (reading or {}).get("target_offset", [0.0] * len(mean))
     # A constant is learned as it is.
-    scale = OutputScale(mean=tuple(mean), deviation=tuple(one or 1.0 for one in deviation))
+    scale = OutputScale(
+        mean=tuple(np.subtract(mean, offset).tolist()), deviation=tuple(one or 1.0 for one in deviation)
+    )
     return config.model_copy(update={"model": model.model_copy(update={"output_scale": scale})})

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxtrain.data import Batches
-from jaxtrain.data.permutation import permuted
+from jaxtrain.data.permutation import Span, permuted
 from jaxtrain.data.rows import ArrayRows, ConcatenatedRows, MappedRows, Rows
 from jaxtrain.errors import DataError
 
@@ -166,6 +166,33 @@ def test_a_transformation_that_loses_the_weights_is_an_error(change):
         Batches(change(mixture), 4, seed=0, shuffle=True)
     Batches(change(mixture), 4, seed=0, shuffle=False)
     Batches(change(ConcatenatedRows([numbered(10), numbered(30)])), 4, seed=0, shuffle=True)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(48, 2), (49, 3), (17, 1), (16, 0)])
+def test_the_last_row_of_a_span_has_a_target_for_its_last_token(tokens, rows):
+    assert Span(100, 100 + tokens).num_rows(16) == rows
+
+
+FAR = {
+    "float64": (1.7e9 + np.arange(50.0), True),
+    "int64": (1_700_000_000 + np.arange(50), True),
+    "int32": ((30_000_000 + np.arange(50)).astype(np.int32), True),
+    "cents": (1e8 + np.arange(50) / 100, True),
+    "months": (1.7e9 + 2.6e6 * np.arange(50), False),
+    "one value": (np.full(50, 1.7e9 + 1), False),
+    "labels": (np.arange(50), False),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_arrays_whose_differences_float32_loses_are_one_line(name):
+    values, is_lost = FAR[name]
+    inputs = np.random.default_rng(0).normal(size=(50, 3))
+    if not is_lost:
+        ArrayRows({"inputs": inputs, "targets": values})
+        return
+    with pytest.raises(DataError, match="whose differences float32 cannot hold; subtract a constant from them"):
+        ArrayRows({"inputs": inputs, "targets": values})
 
 
 def test_the_order_is_part_of_the_contract():

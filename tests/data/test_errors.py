@@ -137,6 +137,18 @@ def test_a_token_out_of_range_names_file_and_position(tmp_path):
         open_shards(folder)
 
 
+def test_one_changed_token_of_a_shard_is_other_data(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 30_000)
+    prepare_tokens(text(tmp_path / "a.txt"), tmp_path / "shards")
+    (shard,) = (tmp_path / "shards").glob("*.bin")
+    before = open_shards(tmp_path / "shards").fingerprint
+    assert open_shards(tmp_path / "shards").fingerprint == before
+    tokens = np.fromfile(shard, "<u2")
+    tokens[111_111] += 1
+    tokens.tofile(shard)
+    assert open_shards(tmp_path / "shards").fingerprint != before
+
+
 def test_a_truncated_shard_names_both_sizes(tmp_path):
     folder = prepared(tmp_path)
     shard = folder / "shard-00000.bin"

@@ -168,5 +168,63 @@ def test_columns_of_other_rows_are_found_by_their_names(tmp_path):
     other = open_data(table("b.csv", ["z", "x", "y"]), reading=first.reading)
     np.testing.assert_array_equal(gathered(other.train)["inputs"], gathered(first.train)["inputs"])
     assert other.reading == first.reading
-    with pytest.raises(DataError, match=r"no input column 'z', which the run was trained on \(it has: x, zz\)"):
+    with pytest.raises(DataError, match=r"has no column 'z' \(it has: x, zz, y\)"):
         open_data(table("c.csv", ["x", "zz", "y"]), reading=first.reading)
+
+
+def test_an_index_that_was_read_again_is_no_input_but_other_nameless_columns_are(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = [(19 - i, i, i * i % 7, "xy"[i % 2]) for i in range(20)]
+    path.write_text(
+        lines("Unnamed: 0.1,Unnamed: 0,a,kind", *(",".join(map(str, (2 * i, j, a, y))) for i, j, a, y in rows))
+    )
+    data = rows_of(path)
+    assert data.reading["columns"] == ["Unnamed: 0.1", "a"]
+    assert "Unnamed: 0 numbers the rows and is left out" in data.description[-1]
+    assert rows_of(path, columns=["Unnamed: 0", "a"]).reading["columns"] == ["Unnamed: 0", "a"]
+    # A part of the rows, whose numbers do not begin at 0.
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, *others[4:]]))
+    assert rows_of(path, validation_fraction=0.5).reading["columns"] == ["Unnamed: 0.1", "Unnamed: 0", "a"]
+    other = open_data({"kind": "table", "path": str(path)}, reading=data.reading)
+    assert other.reading == data.reading
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "npz"])
+def test_numbers_to_predict_keep_their_differences(form, tmp_path):
+    when = 1.7e9 + 0.25 * np.arange(64)
+    path = tmp_path / f"a.{form}"
+    if form == "csv":
+        path.write_text(lines("x,when", *(f"{i},{value}" for i, value in enumerate(when))))
+    elif form == "jsonl":
+        path.write_text(lines(*(json.dumps({"x": i, "when": value}) for i, value in enumerate(when))))
+    else:
+        np.savez(path, inputs=np.arange(64.0)[:, None], targets=np.stack([when, np.arange(64) / 4], 1))
+    data = rows_of(path, task="regression", validation_fraction=0.0)
+    rows = gathered(data.train)
+    order = np.argsort(rows["inputs"][:, 0])
+    np.testing.assert_array_equal(rows["targets"][order, 0] + np.float64(data.reading["target_offset"][0]), when)
+    assert data.reading["target_mean"][0] == when.mean()
+    if form == "npz":
+        assert data.reading["target_offset"][1] == 0
+    reading = json.loads(json.dumps(data.reading))
+    again = open_data({"kind": "table", "path": str(path), "validation_fraction": 0.0}, reading=reading)
+    assert again.fingerprint == data.fingerprint
+
+
+def test_prices_stay_as_they_are(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(lines("x,price", *(f"{i},{250000 + 1000.5 * i}" for i in range(40))))
+    data = rows_of(path, validation_fraction=0.0)
+    assert "target_offset" not in data.reading
+    assert gathered(data.train)["targets"].max() == 250000 + 1000.5 * 39
+
+
+@pytest.mark.parametrize("form", ["csv", "npz"])
+def test_targets_of_one_class_are_one_line(form, tmp_path):
+    path = tmp_path / f"a.{form}"
+    path.write_text(lines("x,y", *(f"{i},same" for i in range(20))))
+    if form == "npz":
+        np.savez(path, inputs=np.ones((20, 2)), targets=np.full(20, True))
+    with pytest.raises(DataError, match=rf"a\.{form} has rows of one class \('(same|True)'\); name another column"):
+        rows_of(path)

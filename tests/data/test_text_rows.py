@@ -131,6 +131,40 @@ def test_a_file_of_its_own_for_evaluation(tmp_path):
     assert data.validation[0]["targets"] == 1
 
 
+# Labels of the file for training and of that for evaluation, and the classes of both.
+SAME_CLASSES = {
+    "whole numbers as pandas writes them": (["3", "0"], ["3.0", "0.00"], ["0", "3"]),
+    "truth values": (["True", "FALSE"], [True, False], ["false", "true"]),
+    "versions": (["1.10", "1.1"], ["v1.0", "1.10"], ["1.1", "1.10", "v1.0"]),
+}
+
+
+@pytest.mark.parametrize("name", SAME_CLASSES)
+def test_one_class_written_in_two_ways_is_one(name, tmp_path):
+    labels, others, classes = SAME_CLASSES[name]
+    (tmp_path / "dev").mkdir()
+    dev = write_rows(tmp_path / "dev", ".jsonl", [{"text": "x", "label": label} for label in others])
+    train = write_rows(tmp_path, ".csv", [{"text": "x", "label": label} for label in labels])
+    data = open_data({"kind": "labelled_text", "path": train, "validation_path": dev}, sequence_length=16)
+    assert data.reading["classes"] == classes
+
+
+def test_tags_of_one_class_in_two_ways_and_of_one_class_alone(tmp_path):
+    rows = [{"words": "a b c", "tags": "0 1.0 1"}, {"words": "a b", "tags": "0.0 1"}]
+    config = {"kind": "tagged_text", "path": write_rows(tmp_path, ".csv", rows), "validation_fraction": 0.0}
+    assert open_data(config, sequence_length=16).reading["classes"] == ["0", "1"]
+    config["path"] = write_rows(tmp_path, ".jsonl", [{"words": ["a", "b"], "tags": ["O", "O"]}] * 3)
+    with pytest.raises(DataError, match=r"rows.jsonl has rows of one class \('O'\)"):
+        open_data(config, sequence_length=16)
+
+
+def test_numbers_of_texts_keep_their_differences(tmp_path):
+    rows = [{"text": "x" * i, "label": 2e9 + i} for i in range(9)]
+    data = labelled(tmp_path, rows, task="regression")
+    targets = in_file_order(data)["targets"][:, 0]
+    assert (targets + np.float64(data.reading["target_offset"][0])).tolist() == [row["label"] for row in rows]
+
+
 TAGGED = [
     {"words": ["the", "dogs", "sleep"], "tags": ["O", "B", "O"]},
     {"words": ["bread"], "tags": ["B"]},

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -16,7 +17,7 @@ import pytest
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.data.sources.given import data_of
+from jaxtrain.data.sources.given import data_of, renamed
 from jaxtrain.data.stream import BatchStream
 
 RNG = np.random.default_rng(0)
@@ -303,6 +304,29 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path) -> None:
             fit(tmp_path / "run", **changes)
         assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("checkpoints/*")), "nothing was trained"
+
+
+class Frame:
+    """A table as pandas has it: [0] is a column that is not there, and its columns are objects."""
+
+    iloc = None
+
+    def __init__(self, values: dict[str, Any]):
+        self.columns, self._values = list(values), values
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(to_numpy=lambda: self._values[name])
+
+
+def test_columns_of_a_table_are_found_by_their_names() -> None:
+    frame = Frame({"when": np.arange(16) / 4, "kind": np.arange(16) % 3, "note": np.full(16, "text")})
+    data = data_of(renamed(frame, {"inputs": "when", "targets": "kind"}, "data"))
+    assert [(row["inputs"], row["targets"]) for row in data.train] == [(i / 4, i % 3) for i in range(16)]
+    with pytest.raises(jt.DataError, match="columns names 'what', but data holds when, kind, note"):
+        renamed(frame, {"inputs": "what"}, "data")
 
 
 def test_rows_with_names_of_their_own_and_a_task_by_its_name(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"prompt": ask["content"], "chosen": text, "rejected": f"{text}c"}
             for ask, text in zip(asked, texts, strict=True)
         ],
-        "labelled": [{"text": text, "label": len(text) % 2} for text in texts],
+        "labelled": [{"text": text, "label": i % 2} for i, text in enumerate(texts)],
         "tagged": [{"words": [text, "a"], "tags": ["x", "y"]} for text in texts],
         "texts": [{"source": text, "target": text[:3]} for text in texts],
     }

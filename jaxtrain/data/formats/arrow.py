@@ -103,11 +103,12 @@ class ParquetReader(_TableReader):
 def saved_files(folder: Path, *, what: str) -> list[Path] | None:
     """Returns the files of a folder that `save_to_disk` of `datasets` wrote; None: it is another folder."""
     state, splits = folder / "state.json", folder / "dataset_dict.json"
-    if state.is_file():
-        return [folder / one["filename"] for one in json.loads(state.read_bytes())["_data_files"]]
-    if splits.is_file():
-        names = json.loads(splits.read_bytes())["splits"]
-        raise DataError(f"{what} {folder} holds splits ({', '.join(names)}); give one of them: {folder}/{names[0]}")
+    with reading(folder):
+        if state.is_file():
+            return [folder / file["filename"] for file in json.loads(state.read_bytes())["_data_files"]]
+        if splits.is_file():
+            names = json.loads(splits.read_bytes())["splits"]
+            raise DataError(f"{what} {folder} holds splits ({', '.join(names)}); give one of them: {folder}/{names[0]}")
     return None
 
 

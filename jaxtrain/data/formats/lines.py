@@ -6,24 +6,40 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtrain.data.files import BYTE_ORDER_MARK, decode_utf8, read_file, read_lines, reading
-from jaxtrain.data.formats.reader import Cells, Column, check_columns, json_object
+from jaxtrain.data.formats.reader import Cells, Column, check_columns, json_object, parse_json
 from jaxtrain.errors import DataError
 
 # Records of an ArrayRecord file that are read together.
 _RECORDS = 512
 
 
-def json_lines(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
-    """Yields file and line, and the object of each line that is not empty."""
+def json_rows(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
+    """Yields where each row is, and its object: of a line that is not empty, or of a file that is one array."""
+    start = next(read_lines(path), b"").removeprefix(BYTE_ORDER_MARK.encode()).lstrip()
+    rows = _array_items(path) if start.startswith(b"[") else _line_objects(path)
+    for where, row in rows:
+        check_columns(list(row), columns, where=where)
+        yield where, row
+
+
+def _array_items(path: Path) -> Iterator[tuple[str, Cells]]:
+    with reading(path):
+        rows = parse_json(_content(path))
+    for number, row in enumerate(rows, start=1):
+        where = f"{path} row {number}"
+        if not isinstance(row, dict):
+            raise DataError(f"{where} is {repr(row)[:40]}, not an object; write an array of objects")
+        yield where, row
+
+
+def _line_objects(path: Path) -> Iterator[tuple[str, Cells]]:
     offset = 0
     for number, line in enumerate(read_lines(path), start=1):
         where = f"{path}:{number}"
         text = decode_utf8(line, path=path, offset=offset).strip().removeprefix(BYTE_ORDER_MARK)
         offset += len(line)
         if text.strip():
-            row = json_object(text, where=where)
-            check_columns(list(row), columns, where=where)
-            yield where, row
+            yield where, json_object(text, where=where)
 
 
 def whole_text(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str, Cells]]:
@@ -39,8 +55,6 @@ def csv_rows(path: Path, columns: Sequence[Column] | None) -> Iterator[tuple[str
     """
     rows = _fields(path)
     header = [name.strip() for name in next(rows, ("", []))[1]]
-    if doubled := next((name for name in header if header.count(name) > 1), None):
-        raise DataError(f"{path}:1 names column {doubled!r} twice; rename one")
     # Names with spaces around them are found, and stay as they were asked for.
     wanted = {name if name in header else name.strip(): name for _, name in columns or ()}
     stripped = columns and [(key, name if name in header else name.strip()) for key, name in columns]

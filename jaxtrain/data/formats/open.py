@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.arguments import local_path
-from jaxtrain.data.files import files_below, find_files, is_packed, plain_suffix, require_file, sampled_sha256
+from jaxtrain.data.files import few, find_files, is_packed, plain_suffix, require_file
 from jaxtrain.data.formats.arrow import ArrowReader, ParquetReader, class_names_of, saved_files, with_names
-from jaxtrain.data.formats.lines import array_records, csv_rows, json_lines, whole_text
+from jaxtrain.data.formats.lines import array_records, csv_rows, json_rows, whole_text
 from jaxtrain.data.formats.reader import Cells, Column, JoinedReader, Reader, pass_over
 from jaxtrain.data.formats.tar import TarReader
 from jaxtrain.errors import DataError
 
-# Ending -> name of the format. The files of a folder are read in this order.
+# Ending -> name of the format.
 SUFFIXES = {
-    **{".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".arrow": "arrow"},
+    **{".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "parquet", ".arrow": "arrow"},
     **{".array_record": "array_record", ".arrayrecord": "array_record", ".tar": "tar"},
     **{".csv": "csv", ".tsv": "csv", ".txt": "text"},
 }
@@ -30,13 +30,13 @@ _READERS: dict[str, Callable[[Path, Sequence[Column] | None], Reader]] = {
     "tar": TarReader,
 }
 _PASSES: dict[str, Callable[[Path, Sequence[Column] | None], Iterator[tuple[str, Cells]]]] = {
-    "lines": json_lines,
+    "lines": json_rows,
     "array_record": array_records,
     "csv": csv_rows,
     "text": whole_text,
 }
-# Beside files of other formats in a folder, these are a licence, a note or a list.
-_NOTES = ("csv", "text")
+# Beside files of other endings in a folder, these are a licence, a description or a list.
+_NOTES = (".json", ".csv", ".tsv", ".txt")
 _MAY_BE_PACKED = ("lines", "csv", "text")
 
 # Truth values as pandas writes them into CSV files; in Parquet and JSON they are 1 and 0 too.
@@ -53,35 +53,28 @@ class DataFile:
     path: Path
     format: str
 
-    @property
-    def identity(self) -> list[Any]:
-        """JSON values that identify the file: its name, its size, and a hash of a sample of its content."""
-        return [self.name, self.path.stat().st_size, sampled_sha256(self.path)]
 
-
-def find_rows(path: str, *, what: str, one_format: bool = True) -> tuple[DataFile, ...]:
+def find_rows(path: str, *, what: str, form: str | None = None, one_format: bool = True) -> tuple[DataFile, ...]:
     """Lists the files that a path names: a file, a glob, a folder of files of one format, or one of `save_to_disk`.
 
-    `what` is where the path was written. With `one_format`, files of several formats are an error.
+    `what` is where the path was written. With `form` all files are of this format; with `one_format`, files of several
+    formats are an error.
     """
     root = local_path(path, what=what, error=DataError).expanduser()
-    saved = saved_files(root, what=what) if root.is_dir() else None
-    suffixes = [".jsonl"]  # which only chooses among the files of a folder
-    if root.is_dir() and saved is None:
-        below = {plain_suffix(file) for file in files_below(root)}
-        there = [suffix for suffix in SUFFIXES if suffix in below]
-        suffixes = [suffix for suffix in there if SUFFIXES[suffix] not in _NOTES] or there or suffixes
-    named = (
-        [one for suffix in suffixes for one in find_files(path, suffix=suffix, what=what)]
-        if saved is None
-        else [(file.name, require_file(file, what=what)) for file in saved]
-    )
+    saved = saved_files(root, what=what) if form is None and root.is_dir() else None
+    if saved is None:
+        suffixes = [suffix for suffix, name in SUFFIXES.items() if form in (None, name)]
+        named = find_files(path, suffixes=suffixes, notes=_NOTES, what=what)
+    else:
+        named = [(file.name, require_file(file, what=what)) for file in saved]
     files = []
     for name, file in named:
-        form = SUFFIXES.get(plain_suffix(file))
-        if form is None or (is_packed(file) and form not in _MAY_BE_PACKED):
+        file_form = form or SUFFIXES.get(plain_suffix(file))
+        if file_form is None or (is_packed(file) and file_form not in _MAY_BE_PACKED):
             raise DataError(f"{what} {file} has no known format ({' '.join(SUFFIXES)}); convert or decompress it")
-        files.append(DataFile(name, file, form))
+        if form == "text" and plain_suffix(file) in (".jsonl", ".ndjson"):
+            raise DataError(f"{what} {file} holds JSON lines, not plain text; set data.kind=jsonl")
+        files.append(DataFile(name, file, file_form))
     if one_format and (other := next((file for file in files if file.format != files[0].format), None)):
         raise DataError(
             f"{what} {path} holds files of two formats ({files[0].name}, {other.name}); give a glob of one of them"
@@ -121,7 +114,10 @@ def pass_over_files(files: Sequence[DataFile], columns: Sequence[Column] | None)
 def named_classes(file: DataFile, column: str) -> list[str] | None:
     """Returns the names of the classes that a Parquet or Arrow file gives for a column of numbers; None: none."""
     readers = {"parquet": ParquetReader, "arrow": ArrowReader}
-    return class_names_of(readers[file.format](file.path, None).schema, column) if file.format in readers else None
+    if file.format not in readers:
+        return None
+    names = class_names_of(readers[file.format](file.path, None).schema, column)
+    return names and [plain_name(name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -177,14 +173,22 @@ def number_of(value: Any, *, where: str, column: str) -> float:
 
 def class_name(value: Any, *, where: str, column: str) -> str:
     """Returns the name of a class that is text, a whole number or a truth value; a DataError for others."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        value = str(int(value))
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    name = plain_name(str(number))
     # Rows without a class are marked by -1 and -100 in published data.
-    if not isinstance(value, str) or value.strip() in ("", "-1", "-100"):
+    if not isinstance(number, str | int) or name in ("", "-1", "-100"):
         raise wrong_value(value, "a class (a text or a whole number from 0)", where=where, column=column)
-    return value.strip()
+    return name
+
+
+def plain_name(text: str) -> str:
+    """Returns the name of a class as it is written elsewhere: 1 for 1.0, true for True, no spaces around it."""
+    name = text.strip()
+    if name.lower() in _TRUTH:
+        return name.lower()
+    whole, _, zeros = name.partition(".")
+    is_whole = zeros.strip("0") == "" and whole.removeprefix("-").isdecimal()
+    return whole if is_whole else name
 
 
 def number_in(text: str) -> float | None:
@@ -236,6 +240,8 @@ def class_names(
     (whole numbers by their value).
     """
     distinct, given = set(found), named if known is None else known
+    if known is None:
+        check_classes(sorted(distinct), label=label)
     if given is not None:
         unknown = sorted(distinct - set(given))
         if unknown:
@@ -246,9 +252,10 @@ def class_names(
     return sorted(distinct, key=lambda name: (int(name), name) if are_numbers else (0, name))
 
 
-def few(names: Sequence[str]) -> str:
-    """Returns the first five names as text."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+def check_classes(names: Sequence[str], *, label: str) -> None:
+    """Raises a DataError where all rows to train on are of one class, of which a model learns nothing."""
+    if len(names) == 1:
+        raise DataError(f"{label} has rows of one class ('{names[0]}'); name another column, or add rows of others")
 
 
 def numbered(found: Sequence[str], names: Sequence[str]) -> np.ndarray:

@@ -79,7 +79,10 @@ def pass_over(reader: Reader) -> Iterator[tuple[str, Cells]]:
 
 
 def check_columns(there: Sequence[str], columns: Sequence[Column] | None, *, where: str) -> list[str]:
-    """Returns the names of the wanted columns (None: all); a DataError where a row, or a file, lacks one."""
+    """Returns the names of the wanted columns (None: all); a DataError where one is missing, or two have one name."""
+    if len({*there}) < len(there):
+        doubled = next(name for name in there if there.count(name) > 1)
+        raise DataError(f"{where} names column {doubled!r} twice; rename one")
     for key, name in columns or ():
         if name not in there:
             raise missing_column(where, key, name, there)
@@ -92,12 +95,24 @@ def missing_column(where: str, key: str | None, name: str, there: Sequence[str])
     return DataError(f"{where} has no column '{name}' (it has: {', '.join(map(str, there)) or 'none'}); {advice}")
 
 
+def parse_json(text: str) -> Any:
+    """Returns the value of a text of JSON.
+
+    Raises:
+        ValueError: It is not JSON, or a text holds half of a character (\\ud83d alone).
+    """
+    value = json.loads(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
 def json_object(text: str, *, where: str) -> Cells:
     """Returns the object of a text of JSON at `where`; a DataError where it holds none."""
     try:
-        found, reason = json.loads(text), "no object"
+        row, reason = parse_json(text), "no object"
     except (ValueError, RecursionError) as error:
-        found, reason = None, str(error)
-    if not isinstance(found, dict):
+        row, reason = None, str(error)
+    if not isinstance(row, dict):
         raise DataError(f"{where} is not JSON ({reason}); write one object per line, or remove the line")
-    return found
+    return row

@@ -1,6 +1,5 @@
 """Tar shards by row, as WebDataset has them: a row is a group of members that share their name up to its first dot."""
 
-import json
 import os
 import sys
 import tarfile
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.files import is_hidden, reading
-from jaxtrain.data.formats.reader import Cells, Column, missing_column
+from jaxtrain.data.formats.reader import Cells, Column, missing_column, parse_json
+from jaxtrain.errors import DataError
 
 # The column that holds the name of the group.
 _KEY = "__key__"
@@ -46,7 +46,13 @@ class TarReader:
                 if not self._keys or key != self._keys[-1]:
                     self._keys.append(key)
                     self._firsts.append(len(self._endings))
-                self._endings.append(sys.intern(ending.lower()))  # as WebDataset does: ImageNet's files end in .JPEG
+                ending = sys.intern(ending.lower())  # as WebDataset does: ImageNet's files end in .JPEG
+                if ending in self._endings[self._firsts[-1] :]:
+                    raise DataError(
+                        f"{self._path} holds two rows with the key '{key}', side by side ('{member.name}' is there "
+                        "twice); rename the members of one"
+                    )
+                self._endings.append(ending)
                 self._offsets.append(member.offset_data)
                 self._sizes.append(member.size)
             end = archive.offset
@@ -99,4 +105,4 @@ def _decoded(ending: str, content: bytes, *, where: str) -> Any:
         return content
     with reading(f"{where} .{ending}"):
         text = content.decode("utf-8")
-        return json.loads(text) if ending == "json" else text.strip() if ending == "cls" else text
+        return parse_json(text) if ending == "json" else text.strip() if ending == "cls" else text

@@ -139,6 +139,8 @@ def renamed(given: Any, columns: Mapping[str, str], name: str) -> Any:
 
     if given is None or isinstance(given, float | tuple):  # a pair says itself which is which
         return given
+    if hasattr(given, "iloc"):  # a table of pandas, whose [0] is a column
+        given = {column: given[column].to_numpy() for column in given.columns}
     if isinstance(named_entries(given), Mapping):
         return pick(given)
     if isinstance(given, ArrayRows):

@@ -12,12 +12,11 @@ import numpy as np
 
 from jaxtrain.config.data import ImageFolderData, ImageRecordsData
 from jaxtrain.data.dataset import Data, example_data
-from jaxtrain.data.files import files_below, require_folder
+from jaxtrain.data.files import choose_files, few, file_digests, file_size, files_below, require_folder
 from jaxtrain.data.formats.arrow import with_names
 from jaxtrain.data.formats.open import (
     class_name,
     class_names,
-    few,
     find_rows,
     named_classes,
     numbered,
@@ -33,7 +32,6 @@ from jaxtrain.errors import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
-_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 # Names, in lower case, of folders that are parts of a dataset and no classes.
 _PARTS = ("train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing")
 # Usual names of columns.
@@ -71,6 +69,8 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     """
     root = require_folder(config.path, what="data.path")
     parted = (root / "train").is_dir()
+    if parted:
+        choose_files(root, sorted(root.glob("[!.]*")), lambda path: path.name in ("train", "val"), what="data.path")
     folder = root / "train" if parted else root
     known = saved_classes(reading, config.kind)
     classes = known or _classes(folder)
@@ -85,7 +85,7 @@ def open_image_folder(config: ImageFolderData, *, seed: int, reading: Mapping[st
     digest = hashlib.sha256()
     for path, label in listed:
         # Names and sizes: hashing the pixels of ImageNet would take half an hour at every start.
-        digest.update(_bytes(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0{label}\n"))
+        digest.update(_bytes(f"{path.relative_to(root).as_posix()}\0{file_size(path)}\0{label}\n"))
     return _image_data(
         config,
         lambda number: (str(listed[number][0]), listed[number][0]),
@@ -120,8 +120,6 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
     ]
     together = [name for part in labels for name in part]
     classes = class_names(together, label=config.path, known=own, named=named)
-    if len(classes) < 2:
-        raise DataError(f"{config.path} has images of one class ('{classes[0]}'); set data.label to another column")
     sides = np.arange(len(labels[0])), np.arange(len(labels[0]), len(together))
     if len(parts) == 1:
         fraction = config.validation_fraction
@@ -134,7 +132,7 @@ def open_image_records(config: ImageRecordsData, *, seed: int, reading: Mapping[
         sides,
         seed=seed,
         identity={
-            "files": [file.identity for file in files],
+            "files": file_digests(file.path for file in files),
             "columns": [image, label],
             "targets_sha256": hashlib.sha256(targets.tobytes()).hexdigest(),
         },
@@ -174,11 +172,27 @@ def _image_data(
     )
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Returns the image files in a folder and the folders below it, in the order of their paths."""
-    files = [file for file in files_below(folder) if file.suffix.lower() in _SUFFIXES]
+def image_files(folder: Path, *, classes: Sequence[str] | None = None) -> list[Path]:
+    """Returns the files in a folder and the folders below it that Pillow reads, in the order of their paths.
+
+    With `classes` those alone that lie in a folder of one of these names.
+    """
+    from PIL import Image
+
+    suffixes = {
+        suffix
+        for suffix, form in Image.registered_extensions().items()
+        # Films and data of science are not: Pillow knows that they are there, and cannot decode them.
+        if Image.MIME.get(form, "").startswith("image/")
+    }
+
+    def is_read(file: Path) -> bool:
+        first = file.relative_to(folder).parts[0]
+        return file.suffix.lower() in suffixes and (classes is None or first in classes)
+
+    files = choose_files(folder, files_below(folder), is_read, what="the folder")
     if not files:
-        raise DataError(f"{folder} holds no image; give a folder with files ({' '.join(sorted(_SUFFIXES))})")
+        raise DataError(f"{folder} holds no image; give a folder with files such as a.jpg or b.png")
     return files
 
 
@@ -213,11 +227,12 @@ def _listed(folder: Path, classes: Sequence[str], *, may_lack: bool) -> list[tup
     unknown = next((name for name in _folders(folder) if name not in classes), None)
     if unknown is not None:
         raise DataError(f"{folder / unknown} is a class that training does not have; its classes are {few(classes)}")
-    listed: list[tuple[Path, int]] = []
-    for label, name in enumerate(classes):
-        if (folder / name).is_dir() or not may_lack:
-            listed += [(file, label) for file in image_files(folder / name)]
-    return listed
+    files = image_files(folder, classes=classes)
+    names = [file.relative_to(folder).parts[0] for file in files]
+    empty = sorted({*classes}.difference(names))
+    if empty and not may_lack:
+        raise DataError(f"{folder / empty[0]} holds no image; remove the folder, or add images")
+    return list(zip(files, numbered(names, classes).tolist(), strict=True))
 
 
 def _column(where: str, there: Cells, key: str, given: str | None, usual: Sequence[str]) -> str:
@@ -290,10 +305,13 @@ def _upright(image: "Image.Image") -> "Image.Image":
     """Decodes an image in RGB, turned as viewers show it, 8 bits per channel."""
     from PIL import Image, ImageOps
 
+    form = image.format  # transposing forgets it
     ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and form in ("PNG", "PPM")):
         # Converted without the shift, all but the darkest 1/256 of the scale would be white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("32 bits per pixel do not say which value is white: convert it to 8 or 16 bits")
     return image.convert("RGB")
 
 

@@ -1,5 +1,6 @@
 """Opens the data of a config: one case for each kind, whose file is imported when it is opened (grain takes long)."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxtrain.config.data import (
     TextPairData,
 )
 from jaxtrain.data.dataset import Data
-from jaxtrain.data.files import with_local_paths
+from jaxtrain.data.files import data_notes, with_local_paths
 from jaxtrain.errors import DataError
 from jaxtrain.runtime.call import call_function
 
@@ -51,7 +52,14 @@ def open_data(
     """
     if isinstance(config, Mapping):
         config = load_config({"data": config}).config.data
-    opened: Any = with_local_paths(config)
+    with data_notes() as notes:
+        data = _opened(with_local_paths(config), sequence_length, seed=seed, task=task, reading=reading)
+    return dataclasses.replace(data, description=(*data.description, *notes))
+
+
+def _opened(
+    opened: Any, sequence_length: int | None, *, seed: int, task: str | None, reading: Mapping[str, Any] | None
+) -> Data:
     match opened:
         case DigitsData():
             from jaxtrain.data.sources.builtin import open_digits

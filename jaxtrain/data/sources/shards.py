@@ -18,7 +18,15 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.base import Group
 from jaxtrain.config.data import TokenData, added_tokens
 from jaxtrain.data.batches import check_tokens
-from jaxtrain.data.files import reading, require_file, require_folder, sampled_sha256, with_local_paths
+from jaxtrain.data.files import (
+    choose_files,
+    file_digests,
+    files_below,
+    reading,
+    require_file,
+    require_folder,
+    with_local_paths,
+)
 from jaxtrain.data.sources.tokens import (
     TextSource,
     TokenSource,
@@ -65,17 +73,19 @@ def shard_source(config: TokenData) -> TokenSource:
         raise DataError(f"data.path {folder} has no {METADATA}; make the folder with: jaxtrain data prepare")
     with reading(path):
         metadata = ShardMetadata.model_validate_json(path.read_bytes())
-    segments, identity = [], []
+    shards = [folder / shard.file for shard in metadata.shards]
+    described = {path, folder / TOKENIZER, *shards}
+    choose_files(folder, files_below(folder), lambda file: file in described, what="data.path")
+    segments = []
     dtype = np.dtype(metadata.dtype).newbyteorder("<")
-    for shard in metadata.shards:
-        path = require_file(folder / shard.file, what="token shard")
+    for shard, path in zip(metadata.shards, shards, strict=True):
+        require_file(path, what="token shard")
         size, wanted = path.stat().st_size, shard.num_tokens * dtype.itemsize
         if size != wanted:
             raise DataError(f"token shard {path} has {size} bytes, {METADATA} says {wanted}; copy it again")
         segments.append(np.memmap(path, dtype=dtype, mode="r"))
         if metadata.vocab_size <= np.iinfo(dtype).max:
             check_tokens(segments[-1], metadata.vocab_size, str(path))
-        identity.append([shard.file, size, shard.sha256, sampled_sha256(path)])
     tokenizer = load_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).exists() else None
     if tokenizer is not None:
         tokenizer.end_of_text = metadata.end_of_text
@@ -85,7 +95,11 @@ def shard_source(config: TokenData) -> TokenSource:
         tokenizer=tokenizer,
         label=str(folder),
         num_documents=metadata.num_documents,
-        identity={"kind": "tokens", "shards": identity, "tokenizer_sha256": metadata.tokenizer_sha256},
+        identity={
+            "kind": "tokens",
+            "shards": file_digests(shards),
+            "tokenizer_sha256": metadata.tokenizer_sha256,
+        },
     )
 
 

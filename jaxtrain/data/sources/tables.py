@@ -12,29 +12,32 @@ import numpy as np
 
 from jaxtrain.config.data import TableData
 from jaxtrain.data.dataset import Data, example_data
-from jaxtrain.data.files import reading, require_file
+from jaxtrain.data.files import add_note, few, reading, require_file
 from jaxtrain.data.formats.arrow import with_names
 from jaxtrain.data.formats.open import (
     DataFile,
+    check_classes,
     exact_number,
-    few,
     find_rows,
     named_classes,
     number_in,
     number_of,
     pass_over_files,
+    plain_name,
     read_records,
     wrong_value,
 )
 from jaxtrain.data.formats.reader import missing_column
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.data.rows import ArrayRows
+from jaxtrain.data.rows import ArrayRows, check_differences, without_offset
 from jaxtrain.data.sources.builtin import scikit_learn
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"
 # What pandas writes of the numbers of its rows, by which a table in the order of its classes is learned by heart.
 _INDEX = re.compile(r"|__index_level_\d+__")
+# What pandas calls a column without a name, such as those numbers once they were read again.
+_UNNAMED = re.compile(r"Unnamed: \d+(\.\d+)*")
 _MAX_CLASSES = 1000
 # A column of integers holds classes where it has few distinct values with several rows each, and quantities where most
 # rows have a value of their own; in between (ages, years, labels of 100 classes) only the user knows.
@@ -68,8 +71,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
     """
     reading = reading if reading is not None and reading.get("kind") == "table" else None
     table = _read(config, task=task, reading=reading)
-    known = None if reading is None else reading["classes"]
-    targets, names = _targets(table, known=known)
+    targets, names, offset = _targets(table, reading=reading)
     sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
     train = sides[0]
     mean = deviation = None
@@ -82,7 +84,10 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         # A constant column becomes 0, because it holds no information.
         deviation = [each or 1.0 for each in deviation]
         if names is None:
-            units = tuple(each.tolist() for each in _moments(targets[train].astype(np.float64)))
+            center, spread = _moments(targets[train].astype(np.float64))
+            units = ((center + offset.get("target_offset", 0.0)).tolist(), spread.tolist())
+    if mean is None:
+        check_differences(table.inputs, f"{table.label} input")
     inputs = _scaled(table.inputs, mean, deviation, label=table.label)
     if names is None:
         num_outputs = targets.shape[1]
@@ -111,6 +116,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             # Of the numbers to predict, over the training rows; their units stay those of the table.
             "target_mean": units[0],
             "target_deviation": units[1],
+            **offset,
             # By which other files are read, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },
@@ -152,34 +158,22 @@ def _moments(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | None) -> _Table:
     if config.path.startswith(_BUILTIN):
         table = _read_builtin(config.path.removeprefix(_BUILTIN))
-    elif config.path.endswith(".npz"):
+    elif config.path.lower().endswith(".npz"):
         table = _read_npz(require_file(config.path, what="data.path"))
     else:
         chosen = config.task or task
+        if reading is not None and reading.get("columns"):
+            config = config.model_copy(update={"columns": tuple(reading["columns"])})
         # Where numbers are wanted, a text is a bad row.
         as_numbers = chosen == "regression" if reading is None else reading["classes"] is None
         table = _read_rows(config, as_numbers=as_numbers, keeps_codes=reading is not None)
         if reading is None and config.task is None and table.targets.dtype.kind == "U":
             _check_not_mixed(table)
     if reading is not None:
-        return replace(_in_order(table, reading.get("columns")), are_classes=reading["classes"] is not None)
+        return replace(table, are_classes=reading["classes"] is not None)
     if config.task is not None:
         return replace(table, are_classes=config.task == "classification")
     return replace(table, are_classes=False) if task == "regression" and table.are_classes is None else table
-
-
-def _in_order(table: _Table, columns: Sequence[str] | None) -> _Table:
-    """Returns a table with its inputs in the order of the columns that a model was trained on."""
-    if columns is None or table.columns is None or len(columns) != len(table.columns):
-        return table
-    missing = next((name for name in columns if name not in table.columns), None)
-    if missing is not None:
-        raise DataError(
-            f"{table.label} has no input column '{missing}', which the run was trained on (it has: "
-            f"{', '.join(table.columns)}); rename one, or set data.target and data.columns"
-        )
-    places = [table.columns.index(name) for name in columns]
-    return replace(table, inputs=table.inputs[:, places], columns=tuple(columns))
 
 
 def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Table:
@@ -203,6 +197,16 @@ def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Ta
         found = [number_in(text) for text in targets]
         targets = targets if None in found else found  # a column of numbers alone: 01 is 1
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
+    numbers = np.arange(len(inputs))
+    index = [
+        name
+        for name, column in zip(names, inputs.T, strict=True)
+        if _UNNAMED.fullmatch(name) and np.array_equal(np.sort(column), numbers)
+    ]
+    if index and config.columns is None:
+        add_note(f"{config.path}: {few(index)} numbers the rows and is left out")
+        inputs = inputs[:, [name not in index for name in names]]
+        names = tuple(name for name in names if name not in index)
     return _Table(config.path, inputs, _array(targets), None, names)
 
 
@@ -220,7 +224,7 @@ def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, 
         if name not in there:
             raise missing_column(file, key, name, there)
     if target in columns:
-        raise DataError(f"data.columns names '{target}', which is the target; leave it out")
+        raise DataError(f"{file}: '{target}' is both an input and the target; set data.target or data.columns")
     return target, columns
 
 
@@ -238,7 +242,7 @@ def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float |
     is_text = isinstance(value, str) and value.strip().lower() not in ("", "nan")
     number = number_in(value) if isinstance(value, str) else exact_number(value)
     if is_text and not as_numbers:
-        return value.strip()
+        return plain_name(value)
     if number is not None:
         return number
     wanted = "a number (or a class: task=classification and data.task=classification)"
@@ -272,16 +276,20 @@ def _check_not_mixed(table: _Table) -> None:
     )
 
 
-def _targets(table: _Table, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str] | None]:
-    """Returns int32 [N] and the names of the classes (`known`, or those of the table), or float32 [N, K] and None."""
+def _targets(
+    table: _Table, *, reading: Mapping[str, Any] | None
+) -> tuple[np.ndarray, list[str] | None, dict[str, list[float]]]:
+    """Returns int32 [N] and the names of the classes, or float32 [N, K], None and what was subtracted from them."""
     values = table.targets
     are_classes = table.are_classes
     if are_classes is None:
         are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
     if are_classes:
-        return _numbered_classes(values, table.label, known=known)
+        known = None if reading is None else reading["classes"]
+        return *_numbered_classes(values, table.label, known=known), {}
     columns = values.astype(np.float64).reshape(len(values), -1)
-    return _as_float32(columns, f"{table.label} target"), None
+    columns, offset = without_offset(columns, reading, label=table.label)
+    return _as_float32(columns, f"{table.label} target"), None, offset
 
 
 def _are_class_numbers(values: np.ndarray, label: str) -> bool:
@@ -311,6 +319,7 @@ def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | 
         str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
     ]
     if known is None:
+        check_classes(names, label=label)
         return classes.astype(np.int32), names
     numbers = {name: number for number, name in enumerate(known)}
     # Of a code that is not written so, the class of the same number.
@@ -334,7 +343,7 @@ def _read_builtin(name: str) -> _Table:
 
 
 def _read_npz(path: Path) -> _Table:
-    with reading(path), np.load(path, allow_pickle=False) as archive:
+    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     inputs, targets = (arrays.get(name, np.zeros(())) for name in ("inputs", "targets"))
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):

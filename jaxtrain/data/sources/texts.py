@@ -5,6 +5,7 @@ Shapes: R rows, B rows of a batch, L tokens per row, T tokens per target of a de
 
 import dataclasses
 import hashlib
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,11 @@ from jaxtrain.config.data import (
     added_tokens,
 )
 from jaxtrain.data.dataset import Data, example_data
+from jaxtrain.data.files import few
 from jaxtrain.data.formats.open import (
     Record,
     class_name,
     class_names,
-    few,
     find_rows,
     list_of,
     named_classes,
@@ -36,7 +37,7 @@ from jaxtrain.data.formats.open import (
 )
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.python_texts import docstrings
-from jaxtrain.data.rows import IGNORED, Row, Rows, padded
+from jaxtrain.data.rows import IGNORED, Row, Rows, padded, without_offset
 from jaxtrain.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -316,20 +317,23 @@ def open_labelled_text(
     columns = [*names, ("label", config.label)]
     records = _read(config, columns, _labelled_docstrings, named=config.label if is_class else None)
     classes = None
+    offset = {}
     if is_class:
         found = records.column(-1, config.label, class_name)
         known = saved_classes(reading, config.kind)
         classes = class_names(found, label=records.label, known=known, named=records.classes)
         targets, kind = numbered(found, classes), f"{len(classes)} classes ({few(classes)})"
     else:
-        targets = np.array(records.column(-1, config.label, number_of), np.float32)[:, None]
+        numbers = np.array(records.column(-1, config.label, number_of), np.float64)
+        numbers, offset = without_offset(numbers[:, None], reading, label=records.label)
+        targets = numbers.astype(np.float32)
         kind = "numbers"
     texts = list(zip(*(records.column(i, name, text_of) for i, (_, name) in enumerate(names)), strict=True))
     tokens = _tokens(config, [text for row in texts for text in row])
     entries, cuts = framed_texts(tokens, texts, sequence_length=sequence_length)
     description = f"{records.label}: {len(texts):,} {'pairs of ' if len(names) > 1 else ''}texts, {kind}"
     lines = (description, *_truncated(cuts, "texts", sequence_length))
-    return _made(config, records, tokens, entries, targets, lines, classes)
+    return _made(config, records, tokens, entries, targets, lines, classes, offset)
 
 
 def open_tagged_text(config: TaggedTextData, *, sequence_length: int, reading: Mapping[str, Any] | None) -> Data:
@@ -397,6 +401,7 @@ def _made(
     targets: Column | np.ndarray,
     description: tuple[str, ...],
     classes: list[str] | None,
+    offset: Mapping[str, list[float]] = types.MappingProxyType({}),
 ) -> Data:
     length, decoder = columns["tokens"].length, columns.get("decoder_tokens")
     segments = {"segments": "tokens"} | ({} if decoder is None else {"decoder_segments": "decoder_tokens"})
@@ -419,7 +424,7 @@ def _made(
         unit="tokens",
         units_per_row=length + (0 if decoder is None else decoder.length),
         tokenizer=tokens.tokenizer,
-        reading=None if decoder is not None else {"kind": config.kind, "classes": classes},
+        reading=None if decoder is not None else {"kind": config.kind, "classes": classes, **offset},
         decoder_length=None if decoder is None else decoder.length,
     )
 

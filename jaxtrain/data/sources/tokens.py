@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData, added_tokens
-from jaxtrain.data.files import decode_utf8, find_files
-from jaxtrain.data.formats.open import DataFile, find_rows, pass_over_files, text_of
+from jaxtrain.data.files import decode_utf8
+from jaxtrain.data.formats.open import find_rows, pass_over_files, text_of
 from jaxtrain.data.permutation import Span, num_held_out
 from jaxtrain.data.python_texts import read_builtin
 from jaxtrain.data.tokenizer import (
@@ -43,15 +43,13 @@ class Documents:
 def documents_of(config: TextSource) -> Documents:
     """Finds the documents of a source without reading them; calling their `read` reads them."""
     field = "text"
+    form = "text"
     if not isinstance(config, TextData):
         field = config.field
-    if isinstance(config, DocumentsData):
-        files = find_rows(config.path, what="data.path")
-    elif config.path is not None:
-        suffix, form = (".txt", "text") if isinstance(config, TextData) else (".jsonl", "lines")
-        files = [DataFile(name, path, form) for name, path in find_files(config.path, suffix=suffix)]
-    else:
+        form = "lines" if isinstance(config, JsonlData) else None
+    elif config.path is None:
         return Documents(*read_builtin(config.builtin or "python_prose"))
+    files = find_rows(str(config.path), what="data.path", form=form)
 
     def read() -> Iterator[str]:
         for where, row in pass_over_files(files, [("field", field)]):
