@@ -120,7 +120,11 @@ def test_the_columns_that_were_read_are_reported(tmp_path):
         {"id": 1, "instruction": "a", "input": "", "output": "b"},
         {"conversations": turns("c", "d"), "system": "e"},
     ]
-    assert "columns read: instruction, input, output, conversations, system" in opened(tmp_path, rows).description
+    lines = opened(tmp_path, rows).description
+    (line,) = (line for line in lines if line.startswith("columns read: "))
+    read, _, others = line.removeprefix("columns read: ").removesuffix(")").partition(" (the rows have: ")
+    names = {"instruction", "input", "output", "conversations", "system"}
+    assert (set(read.split(", ")), set(others.split(", "))) == (names, {"id", *names})
 
 
 def test_columns_and_roles_of_a_config(tmp_path):

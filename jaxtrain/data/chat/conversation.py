@@ -115,17 +115,18 @@ class RowReader:
         roles: Role of the files -> role of templates, beside the usual ones.
 
     Attributes:
-        columns_read: The usual names of the columns that were read, as the keys of a dict, in their order.
+        columns: Usual name of a column, or its name in the files if it has none -> whether it was read.
     """
 
     def __init__(self, columns: Mapping[Any, str], roles: Mapping[str, str]):
         self._names = {column: name for name, column in columns.items()}
         self._roles = {**_ROLES, **{name.lower(): role for name, role in roles.items()}}
-        self.columns_read: dict[str, None] = {}
+        self.columns: dict[str, bool] = {}
 
     def read(self, where: str, row: Mapping[str, Any], *, pairs: bool) -> list[Conversation]:
         """Returns the conversation of a row, or the two of a row with a chosen and a rejected answer."""
         row = {self._names.get(column, column): value for column, value in row.items() if value is not None}
+        self.columns = dict.fromkeys(row, False) | self.columns
         return self._pair(where, row) if pairs else [self._conversation(where, row)]
 
     def _conversation(self, where: str, row: Mapping[str, Any]) -> Conversation:
@@ -170,7 +171,7 @@ class RowReader:
         """Returns the value of the first of these columns that a row has; None: it has none."""
         for name in names:
             if name in row:
-                self.columns_read[name] = None
+                self.columns[name] = True
                 return row[name]
         return None
 
@@ -206,9 +207,8 @@ class RowReader:
         answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]
         is_empty = [not ((messages[i]["content"] or "").strip() or messages[i].get("tool_calls")) for i in answers]
         if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
             raise DataError(
-                f"{where} has no answer to train, or an empty one (roles: {roles}); write one with role: {ANSWERS}"
+                f"{where} has no answer to train, or an empty one; write one with role: {ANSWERS}, or set data.roles"
             )
         group = "\n".join(f"{message['role']}: {message['content']}" for message in messages[: answers[0]])
         tools = read_objects(self._first(row, ("tools", "functions")) or [], "tools", where) or None
@@ -257,6 +257,6 @@ def _parsed(value: Any) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             return read(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             pass
     return value

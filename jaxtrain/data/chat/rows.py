@@ -7,7 +7,7 @@ import bisect
 import datetime
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,7 +221,6 @@ def open_chat(
         "dropped": len(examples) - len(kept),
         "training_rows": len(train),
         "validation_rows": len(validation),
-        "held_out": len(sides[1]),
     }
     shape = (2, sequence_length) if pairs else (sequence_length,)
     return Data(
@@ -251,8 +250,8 @@ def open_chat(
 
 def _read(
     config: ChatData, label: str, *, pairs: bool
-) -> tuple[list[list[Conversation]], Sequence[np.ndarray], Collection[str]]:
-    """Returns conversations (or pairs), the numbers of those for training and for evaluation, and the columns read.
+) -> tuple[list[list[Conversation]], Sequence[np.ndarray], Mapping[str, bool]]:
+    """Returns conversations or pairs, the numbers of those for training and for evaluation, and the reader's columns.
 
     Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
     """
@@ -273,7 +272,7 @@ def _read(
         )
         is_held_out = np.isin([numbers[group] for group in groups], held_out)
         sides = [np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)]
-    return examples, sides, reader.columns_read
+    return examples, sides, reader.columns
 
 
 def _fit(
@@ -364,8 +363,11 @@ class ChatRows(Rows):
         self._packing = packing
 
     def num_tokens(self, numbers: np.ndarray) -> int:
-        conversations = (conversation for number in numbers for conversation in self._rows[number])
-        return sum(min(len(conversation.ids) - 1 + self._pairs, self._length) for conversation in conversations)
+        return sum(
+            min(len(conversation.ids) - 1 + self._pairs, self._length)
+            for number in numbers
+            for conversation in self._rows[number]
+        )
 
     def gather(self, indices: np.ndarray) -> Row:
         rows = [self._rows[index] for index in indices % len(self)]
@@ -411,13 +413,14 @@ def _digest(conversations: Sequence[MaskedTokens], layout: Sequence[Sequence[int
 
 
 def _description(
-    label: str, counts: Mapping[str, int], template: str, columns: Collection[str], length: int
+    label: str, counts: Mapping[str, int], template: str, columns: Mapping[str, bool], length: int
 ) -> list[str]:
     noun = "pairs" if "pairs" in counts else "conversations"
     share = counts["trained_tokens"] / counts["tokens"]
     lines = [f"{label}: {counts[noun]:,} {noun}, {counts['tokens']:,} tokens, {share:.0%} of them trained"]
     if columns:
-        lines.append(f"columns read: {', '.join(columns)}")
+        read = [name for name in columns if columns[name]]
+        lines.append(f"columns read: {', '.join(read)} (the rows have: {', '.join(columns)})")
     lines.append(f"template: {template}")
     if counts["cut"] or counts["dropped"]:
         total = counts[noun] + counts["dropped"]

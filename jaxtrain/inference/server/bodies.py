@@ -218,7 +218,7 @@ class PromptReader:
         self._encoder = ChatEncoder(tokenizer)
         self._begins = tokens_before(tokenizer)
         compiled = functools.partial(compile_template, chat)  # pyright: ignore[reportArgumentType] only asked with one
-        self._compiled = functools.lru_cache(maxsize=1)(compiled)
+        self._compiled = functools.cache(compiled)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, which may spell special tokens; none is added."""

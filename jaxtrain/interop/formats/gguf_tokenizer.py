@@ -87,8 +87,8 @@ class _Tokenizer:
 
     def __init__(self, metadata: Mapping[str, Any]):
         self.said = {key.removeprefix(_START): value for key, value in metadata.items() if key.startswith(_START)}
-        key = "tokenizer.chat_template"
-        self.template = with_tool_use(metadata.get(key, ""), metadata.get(f"{key}.tool_use"))
+        tool_use = metadata.get("tokenizer.chat_template.tool_use")
+        self.template = with_tool_use(metadata.get("tokenizer.chat_template", ""), tool_use)
         self.kind, self.tokens = self.said["model"], self.said["tokens"]
         self.numbers = {token: number for number, token in enumerate(self.tokens)}
         self.kinds = self.said.get("token_type") or [1] * len(self.tokens)
