@@ -52,6 +52,7 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     import numpy as np
 
     import jaxtrain as jt
+    from jaxtrain.data.chat.conversation import Conversation
     from jaxtrain.data.chat.templates import BUILT_IN
     from jaxtrain.data.tokenizer import ByteTokenizer
     from jaxtrain.inference.decoding import generate_ids
@@ -77,7 +78,7 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     texts = ["".join(drawn.choices(letters, k=drawn.randint(1, LONGEST_PROMPT))) for _ in range(PROMPTS)]
     for kind, read in (
         ("completion", reader.of_text),
-        ("chat", lambda text: reader.of_messages([{"role": "user", "content": text}])),
+        ("chat", lambda text: reader.of_chat(Conversation("chat", ({"role": "user", "content": text},)))),
     ):
         encoded = [np.array(read(text), np.int32) for text in texts]
         greedy, stops = jt.Sampling(temperature=0), reader.stop_tokens

@@ -251,7 +251,7 @@ def two_runs_after(names: Names) -> None:
     assert losses == pytest.approx([0.118, 0.060], abs=0.02)
 
 
-def renamed_columns_after(names: Names) -> None:
+def questions_after(names: Names) -> None:
     assert jt.open_data({"kind": "chat", "path": "chats.parquet", "sequence_length": 64}).counts["conversations"] == 40
 
 
@@ -347,7 +347,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("checkpoints.md", "runs/pretrained"): (another_run_before, another_run_after),
     ("checkpoints.md", "params=params"): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
-    ("data.md", "rename_columns("): (given_nothing, renamed_columns_after),
+    ("data.md", "write_table(pa.table(faq)"): (given_nothing, questions_after),
     ("engine.md", "jt.Engine("): (given_nothing, engine_after),
     ("finetuning.md", "fit("): (finetuning_before, finetuning_after),
     ("finetuning.md", "merge_adapters("): (finetuning_before, adapting_after),

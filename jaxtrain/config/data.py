@@ -172,6 +172,20 @@ class TextPairData(_LabelledData):
     """Token before the first one that a decoder writes; that of the model (model.start_token)."""
 
 
+_ChatColumn = Literal[
+    "messages",
+    "role",
+    "content",
+    "system",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "tools",
+    "chat_template_kwargs",
+]
+
+
 class ChatData(_Tokenized, _Tokens):
     """Conversations, formatted by the model's chat template; only the answers have a loss."""
 
@@ -180,6 +194,10 @@ class ChatData(_Tokenized, _Tokens):
     """.jsonl or .parquet file, folder or glob, or a list of these; python_docs: built in, from Python's docstrings."""
     validation_path: str | None = None
     """File, folder or glob with the conversations for evaluation; null: validation_fraction of path."""
+    columns: dict[_ChatColumn, str] | None = None
+    """Names of columns, or of keys of messages, such as {messages: dialog, content: text}; null: the usual ones."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] | None = None
+    """Names of roles, such as {customer: user, agent: assistant}; null: the usual ones."""
     validation_fraction: Share = 0.05
     """Fraction of the conversations that is kept for evaluation; equal prompts stay together."""
     template: str | None = None

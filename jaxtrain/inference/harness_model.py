@@ -8,6 +8,7 @@ from typing import Any
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
+from jaxtrain.data.chat.conversation import Conversation, read_messages
 from jaxtrain.data.chat.templates import ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import tokenizer_sha256
 from jaxtrain.errors import DataError
@@ -71,10 +72,11 @@ class HarnessModel(LM):
         """
         assert self._template is not None, "the harness writes chats where a template was given"
         where = "a chat of the task"
-        text = render(self._template, chat_history, prompt=add_generation_prompt, where=where).text
+        messages = read_messages(chat_history, where=where)
+        text = render(self._template, Conversation(where, messages), prompt=add_generation_prompt).text
         if add_generation_prompt:
             return text
-        said = (chat_history[-1]["content"] or "").strip()
+        said = (messages[-1]["content"] or "").strip()
         end = text.rfind(said)
         if end < 0:
             raise DataError(f"{where}: the template changes the beginning of an answer, {said[:40]!r}")

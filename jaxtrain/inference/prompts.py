@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_template, prompt_text
+from jaxtrain.data.chat.conversation import Conversation
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_template, render
 from jaxtrain.data.sources.texts import Frame, fill_frame, make_frame
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
@@ -175,7 +176,10 @@ def encode_questions(tokenizer: Tokenizer, chat: ChatFormat, questions: Sequence
     """Turn questions, each a conversation of its own, into ids by a chat template, which writes all special tokens."""
     assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
     template = compile_template(chat, today=datetime.date.today())
-    texts = [prompt_text(template, [{"role": "user", "content": question}]) for question in questions]
+    texts = [
+        render(template, Conversation("the question", ({"role": "user", "content": question},)), prompt=True).text
+        for question in questions
+    ]
     tokens = [found.ids for found in ChatEncoder(tokenizer).encode(texts)]
     return EncodedPrompts(tokens, [[] for _ in tokens], frozenset(text_ends(tokenizer, chat=chat)))
 

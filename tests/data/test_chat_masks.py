@@ -6,6 +6,7 @@ import pytest
 from chat_files import CONVERSATIONS, ENCODER, EXPECTED, STOPS, TOKENIZER, masked, messages, template_of, write_rows
 
 from jaxtrain.data import open_data
+from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.chat.templates import render
 from jaxtrain.errors import ConfigError, DataError
 
@@ -21,7 +22,7 @@ def test_text_and_ids_are_those_of_transformers(name, chat):
         return
     found = masked(template, CONVERSATIONS[chat])
     assert found.ids.tolist() == expected["ids"]
-    assert render(template, CONVERSATIONS[chat][:-1], prompt=True, where="x").text == expected["prompt"]
+    assert render(template, Conversation("x", CONVERSATIONS[chat][:-1]), prompt=True).text == expected["prompt"]
     if "mask" in expected:
         assert found.trained.astype(int).tolist() == expected["mask"]
 

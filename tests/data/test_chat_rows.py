@@ -8,7 +8,7 @@ import pytest
 from chat_files import FOLDER, TOKENIZER, messages, write_rows
 
 from jaxtrain.data import open_data
-from jaxtrain.data.chat.rows import documented
+from jaxtrain.data.chat.rows import documented, packed
 from jaxtrain.data.rows import shown_rows
 from jaxtrain.errors import ConfigError, DataError
 
@@ -131,6 +131,41 @@ def test_packed_rows_have_the_losses_of_separate_ones(tmp_path):
     assert len(whole.train) < len(alone.train)
     assert sums[0][1] == sums[1][1]
     assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-6)
+
+
+def test_each_segment_of_a_packed_row_is_the_conversation_alone(tmp_path):
+    """Segments, positions and weights as arrays; what is trained is each answer with the token that ends it."""
+    texts = [("x" * i, "é" * (7 * i % 5 + 1), "why", "z" * i) for i in range(1, 12)]
+    rows = [{"messages": messages(*one)} for one in texts]
+    packed_rows, alone = (
+        rows_of(opened(tmp_path, rows, packing=True, length=150)),
+        rows_of(opened(tmp_path, rows, length=150)),
+    )
+    segments = packed_rows["inputs"]["segments"]
+    assert len(segments) < len(rows)
+    found = []
+    for row, ids in enumerate(segments):
+        assert np.unique(ids[ids > 0]).tolist() == list(range(1, ids.max() + 1))
+        assert not packed_rows["weights"][row][ids == 0].any()
+        for segment in range(1, ids.max() + 1):
+            (places,) = np.nonzero(ids == segment)
+            assert packed_rows["inputs"]["positions"][row, places].tolist() == list(range(len(places)))
+            assert (np.diff(places) == 1).all()
+            tokens, targets = packed_rows["inputs"]["tokens"][row, places], packed_rows["targets"][row, places]
+            assert tokens[1:].tolist() == targets[:-1].tolist()
+            trained = targets[packed_rows["weights"][row, places] == 1]
+            found.append((TOKENIZER.decode(tokens), TOKENIZER.decode(trained)))
+    expected = []
+    for row, (_, first, _, second) in enumerate(texts):
+        size = int(np.flatnonzero(alone["weights"][row])[-1]) + 1
+        answers = f"{first}<|im_end|>{second}<|im_end|>"
+        expected.append((TOKENIZER.decode(alone["inputs"][row, :size]), answers))
+    assert sorted(found) == sorted(expected)
+
+
+def test_what_fits_exactly_opens_no_row():
+    assert sorted(map(sorted, packed(np.array([5, 5, 5, 5]), 10))) == [[0, 1], [2, 3]]
+    assert sorted(map(sorted, packed(np.array([3, 7, 10, 6, 2]), 10))) == [[0, 1], [2], [3, 4]]
 
 
 LONG = [{"messages": messages("x", "y" * 100)}, FORMS["texts"], {"messages": messages("x" * 100, "y")}]

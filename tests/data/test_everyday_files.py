@@ -33,7 +33,7 @@ def write_rows(path, rows):
 @pytest.mark.parametrize("kind", ["jsonl", "table", "chat"])
 def test_hidden_files_are_no_rows(kind, tmp_path):
     row = {"text": "some text", "x": 1.5, "label": 1, "messages": [ASK, answer("a")]}
-    write_rows(tmp_path / "d" / "deep" / "a.jsonl", [row, row | {"label": 0, "messages": [ASK, answer("b")]}] * 20)
+    write_rows(tmp_path / "d" / "deep" / "a.jsonl", [row, row | {"label": 2, "messages": [ASK, answer("b")]}] * 20)
     for hidden in (".cache/b.jsonl", "deep/._a.jsonl"):
         write(tmp_path / "d" / hidden, "no JSON at all")
     more = {"columns": ["x"], "target": "label"} if kind == "table" else {"tokenizer": BYTES}

@@ -236,6 +236,14 @@ def test_pairs_of_texts_for_a_decoder(tmp_path):
     assert (data.decoder_length, data.units_per_row, data.vocab_size) == (4, 10, 256 + 102)
 
 
+def test_a_target_that_is_cut_ends_all_the_same(tmp_path):
+    rows = [{"source": "a", "target": target} for target in ("x" * 3, "x" * 4, "x" * 9)]
+    config = {"kind": "text_pairs", "path": write_rows(tmp_path, ".jsonl", rows), "target_length": 4}
+    data = open_data({**config, "validation_fraction": 0.0}, sequence_length=6)
+    assert in_file_order(data)["targets"].tolist() == [[120, 120, 120, 257]] * 3
+    assert "2 of 3 targets are longer than 4 tokens and truncated" in data.description
+
+
 # id: (file name, its content, more keys, what is said)
 WRONG = {
     "no column": (

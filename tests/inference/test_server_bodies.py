@@ -1,11 +1,13 @@
 """Bodies of requests: what they ask for, and one line where they ask for nothing that is served. No HTTP."""
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 from scripted import CHAT, END, LENGTH, READER, TOKENIZER
 
+from jaxtrain.errors import DataError
 from jaxtrain.inference.engine.request import Emitted
 from jaxtrain.inference.generate import text_of_token
 from jaxtrain.inference.sampling import Sampling
@@ -14,6 +16,7 @@ from jaxtrain.inference.server.bodies import (
     ChatBody,
     Choice,
     CompletionBody,
+    PromptReader,
     RefusedError,
     chat_call,
     completion_call,
@@ -66,8 +69,7 @@ WRONG_COMPLETIONS = {
 WRONG_CHATS = {
     "no messages": ({"messages": None}, "messages", "required"),
     "an unknown role": ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages", "'system'"),
-    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "string"),
-    "tools": ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    "a call that must be made": ({"tool_choice": "required"}, "tool_choice", "'none'"),
 }
 
 
@@ -97,8 +99,40 @@ def test_a_conversation_is_written_by_the_template():
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": parts, "name": "Ann"}]
     turns = "<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert READER.of_messages([{"role": "system", "content": "Be"}, *HI]) == tuple(READER.encode(turns))
     assert chat(messages=messages).requests[0].tokens == tuple(READER.encode(turns))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages has content that is not text"),
+        ({"messages": [{"role": "user"}]}, "messages has content that is not text"),
+        ({"tools": "f"}, "the request has 'f' for tools"),
+    ],
+    ids=["a picture", "no content", "tools"],
+)
+def test_what_no_template_can_write_is_one_line(fields, said):
+    with pytest.raises(DataError, match=said) as caught:
+        chat(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_tools_and_calls_reach_the_template_as_in_training():
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.role }}:"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ m.content if m.content is not none }};{% endfor %}{% if not think %}!{% endif %}"
+    )
+    reader = PromptReader(TOKENIZER, dataclasses.replace(CHAT, source=source), vocab_size=258)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+    body = {
+        "messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
+                     {"role": "tool", "content": "2", "tool_call_id": "c"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "chat_template_kwargs": {"think": False},
+    }  # fmt: skip
+    (request,) = chat_call(read(ChatBody, body), reader, length=256, most=1).requests
+    assert TOKENIZER.decode(request.tokens) == 'f;user:Hi;assistant:{"a": null};tool:2;!'
 
 
 def test_fields_become_requests_of_the_engine():

@@ -10,6 +10,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.config.published import settings_of
+from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.inference.prompts import text_ends
@@ -87,7 +88,7 @@ def test_every_family_says_where_a_text_ends(tmp_path):
 def asked(form, tokenizer):
     """How a question is written, and the ids at which its answer ends."""
     template = compile_template(form, today=datetime.date(2024, 7, 26))
-    text = render(template, [{"role": "user", "content": "Why?"}], prompt=True, where="here").text
+    text = render(template, Conversation("here", ({"role": "user", "content": "Why?"},)), prompt=True).text
     return text, text_ends(tokenizer, chat=form)
 
 

@@ -7,16 +7,16 @@ import bisect
 import datetime
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.data import PYTHON_DOCS, ChatData, added_tokens, gives_pairs
+from jaxtrain.data.chat.conversation import ANSWERS, Conversation, RowReader, is_trained
 from jaxtrain.data.chat.templates import (
     ChatEncoder,
-    Message,
     Template,
     chat_format,
     compile_template,
@@ -27,7 +27,7 @@ from jaxtrain.data.dataset import Data
 from jaxtrain.data.formats.open import find_rows, pass_over_files
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.data.python_texts import questions
-from jaxtrain.data.rows import Row, Rows, padded
+from jaxtrain.data.rows import Row, Rows
 from jaxtrain.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -39,9 +39,6 @@ from jaxtrain.data.tokenizer import (
 )
 from jaxtrain.errors import ConfigError, DataError
 
-ANSWERS = "assistant"
-# Keys by which a message says whether it counts in the loss: 0 or false, 1 or true.
-_WEIGHTS = ("weight", "train", "training", "loss")
 # Formats in which a struct has every key in every row, null where the row said nothing.
 _COLUMNAR = ("parquet", "arrow")
 # Constant, so that the rows of a run are those of every other.
@@ -50,137 +47,48 @@ _ORDER_SEED = 20240602
 _CHUNK_CHARACTERS = 2**20
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages in their order, from `where` (file and line).
-
-    `first` is the first message that may be an answer to train on; `tools` are JSON schemas of what the model may call.
-    """
-
-    where: str
-    messages: tuple[Message, ...]
-    first: int = 0
-    tools: Sequence[Mapping[str, Any]] | None = None
-
-    @property
-    def prompt(self) -> str:
-        """What stands before the first answer, as text: conversations with equal ones are one group."""
-        end = next((i for i in range(self.first, len(self.messages)) if self.messages[i]["role"] == ANSWERS), None)
-        return "\n".join(f"{one['role']}: {one.get('content')}" for one in self.messages[:end])
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two conversations that begin alike; pairs of one group stay on one side of the split."""
-
-    chosen: Conversation
-    rejected: Conversation
-    group: str
-
-
-def is_trained(message: Message) -> bool:
-    """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
-    return all(message.get(name) in (None, 1) for name in _WEIGHTS)
-
-
-def _made(path: str | Sequence[str], key: str, make: Callable[[str, Mapping[str, Any]], Any]) -> list[Any]:
-    """Returns what is made of (file and line, object) of each row of all files that paths name."""
-    paths = [path] if isinstance(path, str) else path
-    files = [file for one in paths for file in find_rows(one, what=key, one_format=False)]
-    return [
-        make(where, _without_nulls(row) if file.format in _COLUMNAR else row)
-        for file in files
-        for where, row in pass_over_files([file], None)
-    ]
+def _read_files(reader: RowReader, path: str | Sequence[str], key: str, *, pairs: bool) -> list[list[Conversation]]:
+    """Returns the conversation or the pair of each row; a file that is named twice counts once."""
+    files = {}
+    for name in [path] if isinstance(path, str) else path:
+        for file in find_rows(name, what=key, one_format=False):
+            files.setdefault(file.path.resolve(), file)
+    examples = []
+    for file in files.values():
+        for where, row in pass_over_files([file], None):
+            if file.format in _COLUMNAR:
+                row = _without_nulls(row)
+            examples.append(reader.read(where, row, pairs=pairs))
+    return examples
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value of a columnar file without the keys that only other rows have; the content of a message stays."""
+    """Returns a value of a columnar file without the keys that only other rows have."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
     if isinstance(value, Mapping):
-        said = {key: one for key, one in value.items() if one is not None or (key == "content" and "role" in value)}
-        return {key: _without_nulls(one) for key, one in said.items()}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
-def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
-    tools = row.get("tools") or None
-    if row.get("label") is False:
-        raise DataError(f"{where} is an undesirable answer (label: false, as in KTO); remove the row")
-    if "messages" in row:
-        return _checked(Conversation(where, _messages(where, row["messages"]), 0, tools))
-    if "prompt" in row and "completion" in row:
-        before, after = _messages(where, row["prompt"], "user"), _messages(where, row["completion"], ANSWERS)
-        return _checked(Conversation(where, (*before, *after), len(before), tools))
-    raise DataError(
-        f"{where} is not a conversation (it has {', '.join(map(str, row))}); write messages, or prompt and completion; "
-        "for chosen and rejected, set task=dpo or task=reward"
-    )
-
-
-def _pair(where: str, row: Mapping[str, Any]) -> Pair:
-    if "chosen" not in row or "rejected" not in row:
-        there = ", ".join(map(str, row))
-        raise DataError(f"{where} is not a pair of answers (it has {there}); write prompt, chosen and rejected")
-    chosen, rejected = (_messages(where, row[name], ANSWERS) for name in ("chosen", "rejected"))
-    if row.get("prompt") is not None and chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
-        prompt = _messages(where, row["prompt"], "user")
-        chosen, rejected = (*prompt, *chosen), (*prompt, *rejected)
-    shortest = min(len(chosen), len(rejected))
-    first = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-    if first in (0, shortest):
-        raise DataError(f"{where} has answers that are equal, or no common prompt; write prompt, chosen and rejected")
-    tools = row.get("tools") or None
-    both = [_checked(Conversation(where, messages, first, tools)) for messages in (chosen, rejected)]
-    return Pair(both[0], both[1], both[0].prompt)
-
-
-def _messages(where: str, value: Any, role: str | None = None) -> tuple[Message, ...]:
-    """Returns the messages of a value: a list of them or, where `role` is given, also a text."""
-    if isinstance(value, str) and role is not None:
-        return ({"role": role, "content": value},)
-    messages = []
-    for one in value if isinstance(value, list) else []:
-        # A Parquet column has every key in every row. Templates ask whether the content beside calls of tools is none.
-        said = one if isinstance(one, dict) else {}
-        found = {name: held for name, held in said.items() if held is not None or name == "content"}
-        content = found.get("content")
-        is_said = isinstance(content, str) or (content is None and "tool_calls" in found)
-        if isinstance(found.get("role"), str) and is_said:
-            messages.append(found)
-    if not messages or len(messages) < len(value):
-        raise DataError(f"{where} has {value!r:.60} for messages; write [{{role: user, content: text}}, ...]")
-    return tuple(messages)
-
-
-def _checked(conversation: Conversation) -> Conversation:
-    """Returns a conversation up to its last answer."""
-    where, messages = conversation.where, conversation.messages
-    answers = [i for i in range(conversation.first, len(messages)) if messages[i]["role"] == ANSWERS]
-    is_empty = [not ((messages[i].get("content") or "").strip() or messages[i].get("tool_calls")) for i in answers]
-    if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
-        roles = ", ".join(dict.fromkeys(one["role"] for one in messages))
-        raise DataError(
-            f"{where} has no answer to train, or an empty one (roles: {roles}); write one with role: {ANSWERS}"
-        )
-    return replace(conversation, messages=messages[: answers[-1] + 1])
-
-
-def documented() -> list[Conversation]:
+def documented() -> list[list[Conversation]]:
     """Returns a question about each function of the standard library, and the first paragraph of its docstring."""
-    return [_asked(name, question, answer) for name, question, answer in questions()]
+    return [[_asked(name, question, answer, question)] for name, question, answer in questions()]
 
 
-def _documented_pairs() -> list[Pair]:
+def _documented_pairs() -> list[list[Conversation]]:
     """Returns questions with their own answer and that of another function; the two functions form a group."""
-    found, pairs = questions(), []
-    for one, other in zip(found[::2], found[1::2], strict=False):
-        for (name, question, answer), (_, _, wrong) in ((one, other), (other, one)):
-            pairs.append(Pair(_asked(name, question, answer), _asked(name, question, wrong), group=one[0]))
+    items = questions()
+    pairs = []
+    for first, second in zip(items[::2], items[1::2], strict=False):
+        for (name, question, answer), (_, _, wrong) in ((first, second), (second, first)):
+            pairs.append([_asked(name, question, answer, first[0]), _asked(name, question, wrong, first[0])])
     return pairs
 
 
-def _asked(where: str, question: str, answer: str) -> Conversation:
-    return Conversation(where, ({"role": "user", "content": question}, {"role": ANSWERS, "content": answer}), first=1)
+def _asked(where: str, question: str, answer: str, group: str) -> Conversation:
+    messages = ({"role": "user", "content": question}, {"role": ANSWERS, "content": answer})
+    return Conversation(where, messages, 1, group)
 
 
 @dataclass(frozen=True)
@@ -218,9 +126,10 @@ def masked_tokens(
 
 def _marked(conversation: Conversation, template: Template, *, train_on: str) -> tuple[str, Sequence[tuple[int, int]]]:
     """Returns a conversation as text, and (start, end) in characters of what is trained."""
-    where, messages, tools = conversation.where, conversation.messages, conversation.tools
+    where = conversation.where
+    messages = conversation.messages
     label = template.format.label
-    whole = render(template, messages, prompt=False, where=where, tools=tools)
+    whole = render(template, conversation, prompt=False)
     if train_on == "all":
         if not all(map(is_trained, messages)):
             raise ConfigError(
@@ -229,7 +138,8 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
         return whole.text, [(0, len(whole.text))]
     said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
     answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
-    answers = answers[-1:] if train_on == "last" else answers
+    if train_on == "last":
+        answers = answers[-1:]
     if template.marks_answers:
         if len(whole.answers) != len(said):
             raise ConfigError(
@@ -239,49 +149,18 @@ def _marked(conversation: Conversation, template: Template, *, train_on: str) ->
         return whole.text, [whole.answers[said.index(i)] for i in answers]
     spans = []
     for i in answers:
-        before = render(template, messages[:i], prompt=True, where=where, tools=tools).text
-        is_last = i + 1 == len(messages)
-        after = whole if is_last else render(template, messages[: i + 1], prompt=False, where=where, tools=tools)
-        for shorter, longer, how in (
-            (before, after.text, "than its add_generation_prompt"),
-            (after.text, whole.text, "if more messages follow"),
-        ):
-            if not longer.startswith(shorter):
-                raise ConfigError(
-                    f"the chat template {label} writes message {i + 1} of {where} differently {how}, so the answer "
-                    "cannot be located; mark answers by {% generation %} (data.template), or try data.train_on=last"
-                )
-        spans.append((len(before), len(after.text)))
+        before = render(template, replace(conversation, messages=messages[:i]), prompt=True).text
+        after = whole.text
+        if i + 1 < len(messages):
+            after = render(template, replace(conversation, messages=messages[: i + 1]), prompt=False).text
+        if not after.startswith(before) or not whole.text.startswith(after):
+            raise ConfigError(
+                f"the chat template {label} writes message {i + 1} of {where} differently if more messages follow, or "
+                "than its add_generation_prompt, so the answer cannot be located; mark answers by {% generation %} "
+                "(data.template), or try data.train_on=last"
+            )
+        spans.append((len(before), len(after)))
     return whole.text, spans
-
-
-@dataclass(frozen=True)
-class Store:
-    """Conversations as tokens, one after another; those of pair k are 2 k and 2 k + 1.
-
-    `ids` int32 and `trained` bool [all tokens]; `starts` int64 [N + 1]; `padding` fills rows of `length` up.
-    """
-
-    ids: np.ndarray
-    trained: np.ndarray
-    starts: np.ndarray
-    length: int
-    padding: int
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Places that each conversation takes in a row, int64 [N]: its last token is a target alone."""
-        return np.diff(self.starts) - 1
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """Conversations that fit into rows: which (int64), their tokens, and how many were cut, and dropped as too long."""
-
-    kept: np.ndarray
-    tokens: list[MaskedTokens]
-    cut: int
-    dropped: int
 
 
 def open_chat(
@@ -298,36 +177,50 @@ def open_chat(
     if pairs and config.train_on == "all":
         raise ConfigError("data.train_on=all does not go with pairs of answers; set data.train_on=answers or last")
     label = config.path if isinstance(config.path, str) else ", ".join(config.path)
-    label = f"built-in {label}" if label == PYTHON_DOCS else label
-    conversations, sides = _read(config, label, pairs=pairs)
-    texts = (str(one.get("content") or "") for chat in conversations for one in chat.messages)
+    if label == PYTHON_DOCS:
+        label = f"built-in {label}"
+    examples, sides, columns = _read(config, label, pairs=pairs)
+    conversations = [conversation for example in examples for conversation in example]
+    texts = (message["content"] or "" for chat in conversations for message in chat.messages)
     tokenizer = build_tokenizer(config.tokenizer, texts, special=added_tokens(config))
     assert isinstance(tokenizer, ByteTokenizer | BpeTokenizer)
     form = format_of_reading(reading) or chat_format(config, tokenizer)
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
-    masked = masked_tokens(conversations, template, ChatEncoder(tokenizer), train_on=config.train_on)
-    most = sequence_length if pairs and task == "reward" else sequence_length + 1
-    fitted = _fit(masked, most=most, too_long=config.too_long, together=2 if pairs else 1)
-    # Places in the store of what is left of each side.
-    kept = fitted.kept[::2] // 2 if pairs else fitted.kept
+    masked = list(masked_tokens(conversations, template, ChatEncoder(tokenizer), train_on=config.train_on))
+    max_tokens = sequence_length if pairs and task == "reward" else sequence_length + 1
+    kept, fitted, num_cut = _fit(masked, max_tokens=max_tokens, too_long=config.too_long, group_size=2 if pairs else 1)
+    # Numbers of the examples of each side among those that fit.
     sides = [np.flatnonzero(np.isin(kept, side)) for side in sides]
     if not len(sides[0]):
         raise DataError(
             f"{label} has no conversation with an answer within {sequence_length:,} tokens to train on; raise "
             "data.sequence_length"
         )
-    padding = special_ids(tokenizer, config.tokenizer).padding
-    store = _make_store(fitted.tokens, length=sequence_length, padding=0 if padding is None else padding)
-    if config.packing and not pairs:
-        layouts = [[side[row].tolist() for row in packed(store.sizes[side], store.length)] for side in sides]
-        train, validation = (PackedRows(store, layout) for layout in layouts)
-    else:
-        layouts = [side[:, None].tolist() for side in sides]
-        train, validation = (PaddedRows(store, side, together=2 if pairs else 1) for side in sides)
-    counts = _counts(store, fitted, pairs=pairs) | {
+    tokens = [conversation for example in fitted for conversation in example]
+    packing = config.packing and not pairs
+    layouts = [side[:, None].tolist() for side in sides]
+    if packing:
+        sizes = np.array([len(conversation.ids) - 1 for conversation in tokens])
+        layouts = [[side[row].tolist() for row in packed(sizes[side], sequence_length)] for side in sides]
+    padding = special_ids(tokenizer, config.tokenizer).padding or 0
+    train, validation = (
+        ChatRows(
+            [[conversation for number in row for conversation in fitted[number]] for row in layout],
+            length=sequence_length,
+            padding=padding,
+            pairs=pairs,
+            packing=packing,
+        )
+        for layout in layouts
+    )
+    counts = {
+        "pairs" if pairs else "conversations": len(kept),
+        "tokens": sum(len(conversation.ids) for conversation in tokens),
+        "trained_tokens": sum(int(conversation.trained[1:].sum()) for conversation in tokens),
+        "cut": num_cut,
+        "dropped": len(examples) - len(kept),
         "training_rows": len(train),
         "validation_rows": len(validation),
-        "held_out": len(sides[1]),
     }
     shape = (2, sequence_length) if pairs else (sequence_length,)
     return Data(
@@ -336,11 +229,11 @@ def open_chat(
         fingerprint={
             "kind": config.kind,
             "pairs": pairs,
-            "content_sha256": _digest(store, [row for layout in layouts for row in layout]),
+            "content_sha256": _digest(tokens, [row for layout in layouts for row in layout]),
             "template_sha256": hashlib.sha256(form.source.encode()).hexdigest(),
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "sequence_length": store.length,
-            "padding": store.padding,
+            "sequence_length": sequence_length,
+            "padding": padding,
             "num_rows": len(train),
             "num_validation_rows": len(validation),
         },
@@ -349,74 +242,77 @@ def open_chat(
         unit="tokens",
         units_per_row=math.prod(shape),
         tokenizer=tokenizer,
-        description=(*_description(label, counts, form.label), described(tokenizer)),
+        description=(*_description(label, counts, form.label, columns, sequence_length), described(tokenizer)),
         reading=form.to_reading(),
         counts=counts,
     )
 
 
-def _read(config: ChatData, label: str, *, pairs: bool) -> tuple[list[Conversation], Sequence[np.ndarray]]:
-    """Returns conversations, of a pair both after one another, and which (or which pairs) are for training, evaluation.
+def _read(
+    config: ChatData, label: str, *, pairs: bool
+) -> tuple[list[list[Conversation]], Sequence[np.ndarray], Mapping[str, bool]]:
+    """Returns conversations or pairs, the numbers of those for training and for evaluation, and the reader's columns.
 
     Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
     """
-    make, builtin = (_pair, _documented_pairs) if pairs else (_conversation, documented)
-    found: list[Any] = builtin() if config.path == PYTHON_DOCS else _made(config.path, "data.path", make)
-    if config.validation_path is not None:
-        more = _made(config.validation_path, "data.validation_path", make)
-        sides = np.arange(len(found)), len(found) + np.arange(len(more))
-        found += more
+    reader = RowReader(config.columns or {}, config.roles or {})
+    if config.path == PYTHON_DOCS:
+        examples = _documented_pairs() if pairs else documented()
     else:
-        groups = [one.prompt if isinstance(one, Conversation) else one.group for one in found]
+        examples = _read_files(reader, config.path, "data.path", pairs=pairs)
+    if config.validation_path is not None:
+        num_training = len(examples)
+        examples += _read_files(reader, config.validation_path, "data.validation_path", pairs=pairs)
+        sides = np.split(np.arange(len(examples)), [num_training])
+    else:
+        groups = [example[0].group for example in examples]
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         _, held_out = split_examples(
             len(numbers), validation_fraction=config.validation_fraction, label=f"{label} (equal prompts as one)"
         )
         is_held_out = np.isin([numbers[group] for group in groups], held_out)
-        sides = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-    both = [(one,) if isinstance(one, Conversation) else (one.chosen, one.rejected) for one in found]
-    return [one for group in both for one in group], sides
+        sides = [np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)]
+    return examples, sides, reader.columns
 
 
-def _fit(conversations: Iterable[MaskedTokens], *, most: int, too_long: str, together: int) -> _Fitted:
-    """Cuts or drops conversations of more than `most` tokens; `together` neighbours (2 for pairs) are left as one."""
+def _fit(
+    conversations: Sequence[MaskedTokens], *, max_tokens: int, too_long: str, group_size: int
+) -> tuple[list[int], list[list[MaskedTokens]], int]:
+    """Cuts or drops examples of more than `max_tokens`; `group_size` neighbours (2 for pairs) are one example.
+
+    Returns:
+        The numbers of the examples that fit, their conversations, and how many of them were cut.
+    """
     kept: list[int] = []
-    tokens: list[MaskedTokens] = []
-    cut = dropped = 0
-    found = iter(enumerate(conversations))
-    for group in iter(lambda: [one for _, one in zip(range(together), found, strict=False)], []):
-        # What follows the last token with a loss changes nothing: it needs no place in a row.
-        sizes = [int(np.flatnonzero(one.trained)[-1]) + 1 if one.trained.any() else len(one.ids) for _, one in group]
-        parts = [
-            MaskedTokens(one.where, one.ids[: min(most, size)], one.trained[: min(most, size)])
-            for size, (_, one) in zip(sizes, group, strict=True)
-        ]
-        is_over = max(sizes) > most
-        if is_over and too_long == "error":
+    examples: list[list[MaskedTokens]] = []
+    num_cut = 0
+    for first in range(0, len(conversations), group_size):
+        example = []
+        longest = 0
+        for conversation in conversations[first : first + group_size]:
+            # What follows the last trained token changes no loss, and needs no place in a row.
+            size = len(conversation.ids) - int(np.argmax(conversation.trained[::-1]))
+            longest = max(longest, size)
+            size = min(size, max_tokens)
+            example.append(replace(conversation, ids=conversation.ids[:size], trained=conversation.trained[:size]))
+        where = example[0].where
+        is_too_long = longest > max_tokens
+        if is_too_long and too_long == "error":
             raise DataError(
-                f"{parts[0].where} has {max(sizes):,} tokens, but rows have {most - 1:,}; raise data.sequence_length, "
+                f"{where} has {longest:,} tokens, but rows have {max_tokens - 1:,}; raise data.sequence_length, "
                 "or set data.too_long=cut or data.too_long=drop"
             )
-        is_same = together == 2 and np.array_equal(parts[0].ids, parts[1].ids)
-        if is_same and not is_over:
-            raise DataError(f"{parts[0].where} has answers that the chat template makes equal; remove the pair")
-        # The first token is nobody's target; a conversation may lose all of its answers to the cut, and a pair what
-        # tells its answers apart.
-        is_left = all(part.trained[1:].any() for part in parts) and not is_same
-        if is_left and not (too_long == "drop" and is_over):
-            kept += [number for number, _ in group]
-            tokens += parts
-            cut += is_over
-        else:
-            dropped += 1
-    return _Fitted(np.array(kept, np.int64), tokens, cut, dropped)
-
-
-def _make_store(tokens: Sequence[MaskedTokens], *, length: int, padding: int) -> Store:
-    starts = np.concatenate([[0], np.cumsum([len(one.ids) for one in tokens], dtype=np.int64)])
-    ids = np.concatenate([np.zeros(0, np.int32), *(one.ids for one in tokens)])
-    trained = np.concatenate([np.zeros(0, bool), *(one.trained for one in tokens)])
-    return Store(ids, trained, starts, length, padding)
+        has_equal_answers = group_size == 2 and np.array_equal(example[0].ids, example[1].ids)
+        if has_equal_answers and not is_too_long:
+            raise DataError(f"{where} has answers that the chat template makes equal; remove the pair")
+        # Token 0 is never a target. A cut may leave no target, or no difference between two answers.
+        has_targets = all(conversation.trained[1:].any() for conversation in example)
+        if has_equal_answers or not has_targets or (is_too_long and too_long == "drop"):
+            continue
+        kept.append(first // group_size)
+        examples.append(example)
+        num_cut += is_too_long
+    return kept, examples, num_cut
 
 
 def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
@@ -449,100 +345,91 @@ def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
     return [rows[i] for i in np.random.default_rng(_ORDER_SEED).permutation(len(rows))]
 
 
-class PackedRows(Rows):
-    """Rows of several conversations: `tokens`, `segments` (1, 2, ..., and 0 after the last) and `positions` in each."""
+class ChatRows(Rows):
+    """Rows of `length` tokens, filled up with places of weight 0.
 
-    def __init__(self, store: Store, rows: Sequence[Sequence[int]]):
+    A packed row holds several conversations: its inputs are `tokens`, `segments` (1, 2, ..., and 0 after the last) and
+    `positions` in each. Another row holds one conversation, or both of a pair [2, L].
+    """
+
+    def __init__(
+        self, rows: Sequence[Sequence[MaskedTokens]], *, length: int, padding: int, pairs: bool, packing: bool
+    ):
         super().__init__(len(rows))
-        self._store = store
-        self._members = np.array([number for row in rows for number in row], np.int64)
-        self._firsts = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+        self._rows = rows
+        self._length = length
+        self._padding = padding
+        self._pairs = pairs
+        self._packing = packing
 
     def num_tokens(self, numbers: np.ndarray) -> int:
-        before = np.concatenate([[0], np.cumsum(self._store.sizes[self._members])])
-        return int(np.diff(before[self._firsts])[numbers].sum())
+        return sum(
+            min(len(conversation.ids) - 1 + self._pairs, self._length)
+            for number in numbers
+            for conversation in self._rows[number]
+        )
 
     def gather(self, indices: np.ndarray) -> Row:
-        store, shape = self._store, (len(indices), self._store.length)
-        tokens_BL, targets_BL = np.full(shape, store.padding, np.int32), np.full(shape, store.padding, np.int32)
-        segments_BL, positions_BL = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        rows = [self._rows[index] for index in indices % len(self)]
+        if not self._packing:
+            rows = [[conversation] for row in rows for conversation in row]
+        shape = (len(rows), self._length)
+        inputs_BL = np.full(shape, self._padding, np.int32)
+        targets_BL = np.full(shape, self._padding, np.int32)
+        segments_BL = np.zeros(shape, np.int32)
+        positions_BL = np.zeros(shape, np.int32)
         weights_BL = np.zeros(shape, np.float32)
-        for place, row in enumerate((indices % len(self)).tolist()):
-            at = 0
-            for segment, number in enumerate(self._members[self._firsts[row] : self._firsts[row + 1]].tolist()):
-                begin, end = int(store.starts[number]), int(store.starts[number + 1]) - 1
-                here = slice(at, at + end - begin)
-                tokens_BL[place, here], targets_BL[place, here] = store.ids[begin:end], store.ids[begin + 1 : end + 1]
-                weights_BL[place, here] = store.trained[begin + 1 : end + 1]
-                segments_BL[place, here], positions_BL[place, here] = segment + 1, np.arange(end - begin)
-                at = here.stop
-        inputs = {"tokens": tokens_BL, "segments": segments_BL, "positions": positions_BL}
-        return {"inputs": inputs, "targets": targets_BL, "weights": weights_BL}
+        for b, row in enumerate(rows):
+            start = 0
+            for segment, conversation in enumerate(row, 1):
+                stop = start + len(conversation.ids) - 1
+                inputs_BL[b, start:stop] = conversation.ids[:-1]
+                targets_BL[b, start:stop] = conversation.ids[1:]
+                weights_BL[b, start:stop] = conversation.trained[1:]
+                segments_BL[b, start:stop] = segment
+                positions_BL[b, start:stop] = np.arange(stop - start)
+                if self._pairs:
+                    # A reward model scores the token that ends an answer: it is an input too where there is room.
+                    inputs_BL[b, stop : stop + 1] = conversation.ids[-1]
+                start = stop
+        columns = {"inputs": inputs_BL, "targets": targets_BL, "weights": weights_BL}
+        if self._pairs:
+            return {name: column.reshape(-1, 2, self._length) for name, column in columns.items()}
+        if self._packing:
+            return columns | {"inputs": {"tokens": inputs_BL, "segments": segments_BL, "positions": positions_BL}}
+        return columns
 
 
-class PaddedRows(Rows):
-    """Rows of one conversation, or of a pair [2, L] (`together` 2), filled up with places of weight 0."""
-
-    def __init__(self, store: Store, numbers: np.ndarray, *, together: int = 1):
-        super().__init__(len(numbers))
-        self._store, self._numbers, self._together = store, numbers, together
-
-    def _members(self, indices: np.ndarray) -> np.ndarray:
-        return (self._together * self._numbers[indices][:, None] + np.arange(self._together)).reshape(-1)
-
-    def num_tokens(self, numbers: np.ndarray) -> int:
-        return int(np.minimum(self._store.sizes[self._members(numbers)] + self._together - 1, self._store.length).sum())
-
-    def gather(self, indices: np.ndarray) -> Row:
-        store, members = self._store, self._members(indices % len(self))
-        starts, sizes, length = store.starts[members], store.sizes[members], store.length
-        # The last token of a pair's answer is an input too where there is room (`scored` ones have it): a reward model
-        # scores the token that ends an answer.
-        read = np.minimum(sizes + self._together - 1, length)
-        found = {
-            "inputs": padded(store.ids, starts, read, length=length, fill=store.padding),
-            "targets": padded(store.ids, starts + 1, sizes, length=length, fill=store.padding),
-            "weights": padded(store.trained, starts + 1, sizes, length=length, fill=0).astype(np.float32),
-        }
-        if self._together == 1:
-            return found
-        return {name: column.reshape(len(indices), self._together, -1) for name, column in found.items()}
-
-
-def _digest(store: Store, layout: Sequence[Sequence[int]]) -> str:
+def _digest(conversations: Sequence[MaskedTokens], layout: Sequence[Sequence[int]]) -> str:
     """Returns a hash of all tokens, of what is trained, and of the rows that hold them."""
-    found = hashlib.sha256()
-    for array in (store.ids, store.trained, store.starts):
-        found.update(np.ascontiguousarray(array).tobytes())
-    for row in layout:
-        found.update(np.array([len(row), *row], np.int64).tobytes())
-    return found.hexdigest()
+    starts = np.cumsum([0, *(len(conversation.ids) for conversation in conversations)])
+    arrays = [conversation.ids for conversation in conversations]
+    arrays += [conversation.trained for conversation in conversations]
+    arrays += [starts, *(np.array([len(row), *row], np.int64) for row in layout)]
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
-def _counts(store: Store, fitted: _Fitted, *, pairs: bool) -> dict[str, int]:
-    conversations = len(store.starts) - 1
-    first = np.zeros(len(store.ids), bool)
-    first[store.starts[:-1]] = True  # the first token of a conversation is nobody's target
-    return {
-        "pairs" if pairs else "conversations": conversations // 2 if pairs else conversations,
-        "tokens": len(store.ids),
-        "trained_tokens": int((store.trained & ~first).sum()),
-        "cut": fitted.cut,
-        "dropped": fitted.dropped,
-        "row_length": store.length,
-    }
-
-
-def _description(label: str, counts: Mapping[str, int], template: str) -> list[str]:
+def _description(
+    label: str, counts: Mapping[str, int], template: str, columns: Mapping[str, bool], length: int
+) -> list[str]:
     noun = "pairs" if "pairs" in counts else "conversations"
-    share, length = counts["trained_tokens"] / counts["tokens"], counts["row_length"]
-    lines = [
-        f"{label}: {counts[noun]:,} {noun}, {counts['tokens']:,} tokens, {share:.0%} of them trained",
-        f"template: {template}",
-        f"{counts['training_rows']:,} training rows and {counts['validation_rows']:,} validation rows of {length:,} "
-        "tokens",
-    ]
+    share = counts["trained_tokens"] / counts["tokens"]
+    lines = [f"{label}: {counts[noun]:,} {noun}, {counts['tokens']:,} tokens, {share:.0%} of them trained"]
+    if columns:
+        read = [name for name in columns if columns[name]]
+        lines.append(f"columns read: {', '.join(read)} (the rows have: {', '.join(columns)})")
+    lines.append(f"template: {template}")
     if counts["cut"] or counts["dropped"]:
-        whole, cut = counts[noun] + counts["dropped"], f"{counts['cut']:,} are cut to {length:,} tokens"
-        lines.insert(2, f"of {whole:,} {noun}, {cut} and {counts['dropped']:,} dropped (too long)")
+        total = counts[noun] + counts["dropped"]
+        lines.append(
+            f"of {total:,} {noun}, {counts['cut']:,} are cut to {length:,} tokens and {counts['dropped']:,} dropped "
+            "(too long)"
+        )
+    lines.append(
+        f"{counts['training_rows']:,} training rows and {counts['validation_rows']:,} validation rows of {length:,} "
+        "tokens"
+    )
     return lines

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxtrain.config.data import TURN_BEGINS, TURN_ENDS, ChatData
 from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.files import require_file
 from jaxtrain.data.tokenizer import (
     GENERATION_FILE,
@@ -35,6 +36,7 @@ from jaxtrain.data.tokenizer import (
     special_names,
 )
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.interop.formats.chat_template import read_template, with_tool_use
 
 # Templates that need no file: turns between two tokens, and the texts one after another.
 BUILT_IN = {
@@ -46,9 +48,6 @@ BUILT_IN = {
 # Folder of a run, beside its tokenizer, with the small files of the published model that it started from.
 _OF_A_RUN = "published"
 _KIND = "chat"
-
-# What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
-Message = Mapping[str, Any]
 
 # Unicode guarantees that these are no characters of any text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -84,52 +83,57 @@ def format_of_reading(reading: Mapping[str, Any] | None) -> ChatFormat | None:
 def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
     """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml."""
     path = config.tokenizer.path or ""
-    files = {} if config.tokenizer.kind != "file" else files_beside(Path(path))
-    name = config.template or ("chatml" if config.tokenizer.kind != "file" else None)
+    name = config.template
+    files = {}
+    if config.tokenizer.kind == "file":
+        files = files_beside(Path(path))
+    elif name is None:
+        name = "chatml"
+    tokens, stop = published_tokens(files, tokenizer)
     if name is None:
-        source, label = _template_in(files), TEMPLATE_FILE if TEMPLATE_FILE in files else f"of {path}"
-        if source is None:
+        form = published_format(files, path, tokenizer)
+        if form is None:
             raise ConfigError(
                 f"{path} has no chat template beside it ({TEMPLATE_FILE}, or chat_template in {SETTINGS_FILE}); set "
                 "data.template=chatml, data.template=plain or a file"
             )
     elif name in BUILT_IN:
-        source, label = BUILT_IN[name], f"{name} (built in)"
+        form = ChatFormat(BUILT_IN[name], f"{name} (built in)", tokens, stop)
     else:
-        source, label = require_file(name, what="data.template (a file, chatml or plain)").read_text("utf-8"), name
-    tokens, stop = published_tokens(files, tokenizer)
+        file = require_file(name, what="data.template (a file, chatml or plain)")
+        form = ChatFormat(file.read_text("utf-8"), name, tokens, stop)
     if config.stop is not None:
         named = tokenizer.token_id(config.stop)
-        stop = () if named is None else (named,)
-    if not stop:
+        form = replace(form, stop=() if named is None else (named,))
+    if not form.stop:
         raise ConfigError(f"the tokenizer has no stop token (data.stop={config.stop}); set its name")
-    return ChatFormat(source, label, tokens, stop)
+    return form
 
 
 def files_beside(tokenizer: Path) -> dict[str, str]:
     """Returns name -> text of the files of a published model, or of its copy in a run, that say how it chats."""
     kept = tokenizer.expanduser().parent / _OF_A_RUN
-    return tokenizers.files_beside(kept / "tokenizer.json" if kept.is_dir() else tokenizer)
+    if kept.is_dir():
+        tokenizer = kept / "tokenizer.json"
+    files = tokenizers.files_beside(tokenizer)
+    if TEMPLATE_FILE in files:
+        files[TEMPLATE_FILE] = read_template(tokenizer.expanduser().parent)
+    return files
 
 
 def published_format(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> ChatFormat | None:
     """Returns the format that `files_beside` describe (`where` names them); None: they hold no template."""
-    source = _template_in(files)
+    source = files.get(TEMPLATE_FILE)
+    label = TEMPLATE_FILE
+    if source is None:
+        label = f"of {where}"
+        source = json_beside(files, SETTINGS_FILE).get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default") and with_tool_use(named["default"], named.get("tool_use"))
     if source is None:
         return None
-    return ChatFormat(
-        source, TEMPLATE_FILE if TEMPLATE_FILE in files else f"of {where}", *published_tokens(files, tokenizer)
-    )
-
-
-def _template_in(files: Mapping[str, str]) -> str | None:
-    """Returns the template of the files, or the one named default of a list of templates with names."""
-    if TEMPLATE_FILE in files:
-        return files[TEMPLATE_FILE]
-    found = json_beside(files, SETTINGS_FILE).get("chat_template")
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found}.get("default")
-    return found
+    return ChatFormat(source, label, *published_tokens(files, tokenizer))
 
 
 def published_tokens(files: Mapping[str, str], tokenizer: NamedTokens) -> tuple[dict[str, str], tuple[int, ...]]:
@@ -191,7 +195,7 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
     # Without the escapes for HTML that the filter of jinja2 makes.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.combine(today, datetime.time()).strftime(form)
+    environment.globals["strftime_now"] = today.strftime
     try:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
@@ -202,45 +206,32 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
 
 
-def render(
-    template: Template,
-    messages: Sequence[Message],
-    *,
-    prompt: bool,
-    where: str,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> Rendered:
-    """Writes messages of `where` as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
+def render(template: Template, conversation: Conversation, *, prompt: bool) -> Rendered:
+    """Writes a conversation as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
 
     The template may refuse the messages, such as for the order of their roles (DataError), or fail (ConfigError).
     """
-    values: Mapping[str, Any] = {
-        **template.format.tokens,
-        "messages": [dict(one) for one in messages],
-        "tools": None if tools is None else list(tools),
-        "documents": None,
-        "add_generation_prompt": prompt,
-    }
-    label = template.format.label
     try:
-        text = template.compiled.render(values)
+        text = template.compiled.render(
+            {**template.format.tokens, "documents": None},
+            messages=list(conversation.messages),
+            tools=conversation.tools,
+            add_generation_prompt=prompt,
+            **conversation.arguments,
+        )
     except Exception as error:  # a template is somebody's code, and may fail in any way
         if isinstance(error, _RefusedError):
             kind, why = DataError, "refuses the conversation"
         else:
             kind, why = ConfigError, f"fails: {type(error).__name__}"
-        raise kind(f"{where}: the chat template {label} {why}: {_reason(error)}; fix it, or data.template") from None
+        label = f"{conversation.where}: the chat template {template.format.label}"
+        raise kind(f"{label} {why}: {_reason(error)}; fix it, or data.template") from None
     if not template.marks_answers:
         return Rendered(text, ())
     # Every other part stands inside of marks.
     parts = _MARKS.split(text)
     ends = np.cumsum([len(part) for part in parts]).tolist()
     return Rendered("".join(parts), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))
-
-
-def prompt_text(template: Template, conversation: Sequence[Message]) -> str:
-    """Returns messages as the text after which the model writes its answer; see `render`."""
-    return render(template, conversation, prompt=True, where="the question").text
 
 
 def _refuse(message: str) -> str:
@@ -268,9 +259,9 @@ class ChatEncoder:
     def __init__(self, tokenizer: ByteTokenizer | BpeTokenizer):
         self._bytes = tokenizer if isinstance(tokenizer, ByteTokenizer) else None
         if isinstance(tokenizer, ByteTokenizer):
-            # The longest name first, where one begins another.
+            # The longest name first, where one begins another; without a name, what matches nothing.
             names = sorted(tokenizer.special, key=len, reverse=True)
-            self._split = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+            self._special = re.compile(("|".join(map(re.escape, names)) or "(?!)").encode())
             return
         from tokenizers import Tokenizer
 
@@ -290,12 +281,11 @@ class ChatEncoder:
             yield Encoded(np.array(found.ids, np.int32), starts)
 
     def _encode_bytes(self, tokenizer: ByteTokenizer, text: str) -> Encoded:
-        ids, starts, at = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], 0
-        for part in self._split.split(text) if self._split else [text]:
-            special = tokenizer.token_id(part)
-            found = tokenizer.encode(part) if special is None else np.array([special], np.int32)
-            ids.append(found)
-            # The first byte of a character is no 10xxxxxx.
-            starts.append(at + (np.zeros(1, int) if special else np.cumsum((found & 0xC0) != 0x80) - 1))
-            at += len(part)
-        return Encoded(np.concatenate(ids), np.concatenate(starts))
+        ids = tokenizer.encode(text)
+        # The first byte of a character is not 10xxxxxx.
+        starts = np.cumsum((ids & 0xC0) != 0x80) - 1
+        is_token = np.ones(len(ids), bool)
+        for match in self._special.finditer(ids.astype(np.uint8).tobytes()):
+            ids[match.start()] = tokenizer.token_id(match[0].decode())
+            is_token[match.start() + 1 : match.end()] = False
+        return Encoded(ids[is_token], starts[is_token])

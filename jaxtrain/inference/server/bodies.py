@@ -1,6 +1,7 @@
 """Bodies: what a request may hold and what it asks of the engine; answers as OpenAI's clients read them."""
 
 import datetime
+import functools
 import math
 import secrets
 import time
@@ -11,7 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, Template, compile_template, prompt_text
+from jaxtrain.data.chat.conversation import Conversation, read_messages, read_object, read_objects
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, Request
 from jaxtrain.inference.generate import TextStream
@@ -58,13 +60,6 @@ def _listed(value: Any) -> Any:
     return [value] if is_one else value
 
 
-def _joined(value: Any) -> Any:
-    """The text of a message that is given in parts."""
-    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-        return "".join(str(part.get("text")) for part in value)
-    return value
-
-
 class _Fields(BaseModel):
     """Fields of OpenAI's interface; null and an empty list ask for nothing, and unknown fields are refused."""
 
@@ -88,9 +83,11 @@ class _StreamOptions(_Fields):
 
 
 class _Message(_Fields):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined)]
-    name: str | None = None
+    """Of a conversation; what else it holds is for the template, as in a row of training."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class _Writing(_Fields):
@@ -138,7 +135,9 @@ class ChatBody(_Writing):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tools: Any = None
     tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: Any = None
     parallel_tool_calls: Any = None
 
 
@@ -218,7 +217,8 @@ class PromptReader:
         self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
         self._encoder = ChatEncoder(tokenizer)
         self._begins = tokens_before(tokenizer)
-        self._template: tuple[datetime.date, Template] | None = None
+        compiled = functools.partial(compile_template, chat)  # pyright: ignore[reportArgumentType] only asked with one
+        self._compiled = functools.cache(compiled)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, which may spell special tokens; none is added."""
@@ -234,13 +234,11 @@ class PromptReader:
             added = [self.tokenizer.end_of_text or 0]
         return self.checked([*added, *ids], "prompt")
 
-    def of_messages(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+    def of_chat(self, conversation: Conversation) -> tuple[int, ...]:
         """A conversation that is to be answered by the model's template; a DataError if that refuses it."""
-        assert self.chat is not None, "only a model with a template is asked in chats"
-        today = datetime.date.today()  # which some templates write
-        if self._template is None or self._template[0] != today:
-            self._template = (today, compile_template(self.chat, today=today))
-        text = prompt_text(self._template[1], messages)
+        # Some templates write the date.
+        template = self._compiled(today=datetime.date.today())
+        text = render(template, conversation, prompt=True).text
         # A template writes the special tokens itself.
         return self.checked(self.encode(text), "messages")
 
@@ -271,11 +269,13 @@ def completion_call(body: CompletionBody, reader: PromptReader, *, length: int, 
 
 def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -> Call:
     """What a body of /v1/chat/completions asks for; see `completion_call`."""
-    # "developer" is OpenAI's newer name of a role that templates know as "system".
-    messages = [
-        {"role": "system" if one.role == "developer" else one.role, "content": one.content} for one in body.messages
-    ]
-    prompt = reader.of_messages(messages)
+    conversation = Conversation(
+        "the request",
+        read_messages(body.model_dump()["messages"], where="messages"),
+        tools=read_objects(body.tools or [], "tools", "the request") or None,
+        arguments=read_object(body.chat_template_kwargs, "chat_template_kwargs", "the request"),
+    )
+    prompt = reader.of_chat(conversation)
     new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     _check_length([prompt], new_tokens or 1, length, "messages")
     top = body.top_logprobs if body.logprobs else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import CheckpointError
+from jaxtrain.interop.formats.chat_template import with_tool_use
 
 # tokenizer.ggml.token_type
 _CONTROL, _USER_DEFINED = 3, 4
@@ -86,7 +87,8 @@ class _Tokenizer:
 
     def __init__(self, metadata: Mapping[str, Any]):
         self.said = {key.removeprefix(_START): value for key, value in metadata.items() if key.startswith(_START)}
-        self.template = metadata.get("tokenizer.chat_template")
+        tool_use = metadata.get("tokenizer.chat_template.tool_use")
+        self.template = with_tool_use(metadata.get("tokenizer.chat_template", ""), tool_use)
         self.kind, self.tokens = self.said["model"], self.said["tokens"]
         self.numbers = {token: number for number, token in enumerate(self.tokens)}
         self.kinds = self.said.get("token_type") or [1] * len(self.tokens)

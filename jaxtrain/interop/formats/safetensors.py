@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain.errors import CheckpointError
+from jaxtrain.interop.formats.chat_template import read_template
 from jaxtrain.interop.formats.hub import INDEX, SINGLE, fetch_weights, read_json, read_published_config
 from jaxtrain.interop.formats.rows import Kind, Shape
 
@@ -150,7 +151,10 @@ class FolderSource:
     @property
     def files(self) -> dict[str, bytes]:
         """Name -> bytes of the files beside config and tensors that are there."""
-        return {name: (self.folder / name).read_bytes() for name in COMPANIONS if (self.folder / name).is_file()}
+        files = {name: (self.folder / name).read_bytes() for name in COMPANIONS if (self.folder / name).is_file()}
+        if "chat_template.jinja" in files:
+            files["chat_template.jinja"] = read_template(self.folder).encode()
+        return files
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor as a read-only view of the file."""

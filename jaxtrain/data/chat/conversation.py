@@ -1,0 +1,262 @@
+"""Conversations: the one form that templates and masks see, whatever form a row or a request is written in.
+
+A row has messages (OpenAI's role and content, ShareGPT's from and value), or columns of a question and its answer.
+Lists and objects may be JSON text, which is all that a CSV file can hold.
+"""
+
+import ast
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.errors import DataError
+
+ANSWERS = "assistant"
+# Keys by which a message says whether it counts in the loss: 0 or false, 1 or true.
+_WEIGHTS = ("weight", "train", "training", "loss")
+# Names of columns, each in the order in which they are tried.
+_LISTS = ("messages", "conversations", "conversation")
+_QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input")
+_COMPLETIONS = ("output", "response", "solution", "answer", "completion")
+# Data sets keep the columns of which they made prompt and completion, or show Alpaca's columns as one prompt.
+_FORMS = (("prompt", "completion"), *itertools.product(_QUESTIONS, _COMPLETIONS))
+_SYSTEM = ("system", "system_prompt")
+# Column of a question -> columns of a text that belongs to it: Alpaca's input, Dolly's context.
+_CONTEXTS = {"instruction": ("input", "context"), "question": ("context",)}
+# Keys of ShareGPT's messages -> those of templates.
+_KEYS = {"from": "role", "value": "content"}
+_CALL = "function_call"
+# Roles of files -> those of templates.
+_ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys((ANSWERS, _CALL, "gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model", "ai"), ANSWERS),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# Labels of KTO for an answer that is not wanted, as JSON, CSV files and pandas write them.
+_LABELS = ("label", "kto_tag")
+_UNDESIRABLE = ("false", "0", "0.0")
+# A text that is a list of messages: JSON, or Python's own form, which pandas writes into CSV files.
+_LIST_TEXT = re.compile(r"\s*\[\s*\{.*['\"](role|from)['\"]\s*:", re.DOTALL)
+# What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in their order, from `where` (file and line).
+
+    `first` is the number of the first answer that may be trained. Conversations of one `group` stay on one side of the
+    split. `tools` are JSON schemas of what the model may call; `arguments` are further variables of the template, such
+    as enable_thinking.
+    """
+
+    where: str
+    messages: tuple[Message, ...]
+    first: int = 0
+    group: str = ""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_trained(message: Message) -> bool:
+    """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
+    return all(message.get(name) in (None, 1) for name in _WEIGHTS)
+
+
+def read_messages(
+    value: Any, *, where: str, keys: Mapping[str, str] = _KEYS, roles: Mapping[str, str] = _ROLES
+) -> tuple[Message, ...]:
+    """Returns messages with the roles, the text and the calls of tools that templates read.
+
+    Args:
+        value: A list of messages, or its JSON text.
+        where: Names the row in errors.
+        keys: Key of the file's messages -> role or content.
+        roles: Role of the file -> role of templates.
+
+    Raises:
+        DataError: There is no message, or one has no role, no text, or a part that is not text.
+    """
+    messages = []
+    for fields in read_objects(value, "messages", where):
+        # Writers of columns add keys of other rows; templates ask whether there are calls, not how many.
+        message = {keys.get(key, key): entry for key, entry in fields.items() if entry not in (None, [])}
+        role = str(message.get("role")).lower()
+        if role not in roles and fields.get("role") is None:
+            raise DataError(f"{where} has {fields!r:.60} for a message; write role and content, or set data.roles")
+        message["role"] = roles.get(role, message["role"])
+        # LLaMA-Factory has a role for calls, and OpenAI had a key for one.
+        calls = message.pop("content" if role == _CALL else _CALL, None)
+        if calls is not None:
+            calls = read_objects(calls, _CALL, where)
+            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        content = message.get("content")
+        if "tool_calls" in message:
+            calls = read_objects(message["tool_calls"], "tool_calls", where)
+            message["tool_calls"] = [_call(call, where) for call in calls]
+        # Templates ask whether the content beside calls is none.
+        message["content"] = content if content is None and "tool_calls" in message else _text(content, where)
+        messages.append(message)
+    if not messages:
+        raise DataError(f"{where} has no messages; write [{{role: user, content: text}}, ...]")
+    return tuple(messages)
+
+
+class RowReader:
+    """Reads the rows of files of chats.
+
+    Args:
+        columns: Name of a column, or of a key of messages -> its name in the files.
+        roles: Role of the files -> role of templates, beside the usual ones.
+
+    Attributes:
+        columns: Usual name of a column, or its name in the files if it has none -> whether it was read.
+    """
+
+    def __init__(self, columns: Mapping[Any, str], roles: Mapping[str, str]):
+        self._names = {column: name for name, column in columns.items()}
+        self._roles = {**_ROLES, **{name.lower(): role for name, role in roles.items()}}
+        self.columns: dict[str, bool] = {}
+
+    def read(self, where: str, row: Mapping[str, Any], *, pairs: bool) -> list[Conversation]:
+        """Returns the conversation of a row, or the two of a row with a chosen and a rejected answer."""
+        row = {self._names.get(column, column): value for column, value in row.items() if value is not None}
+        self.columns = dict.fromkeys(row, False) | self.columns
+        return self._pair(where, row) if pairs else [self._conversation(where, row)]
+
+    def _conversation(self, where: str, row: Mapping[str, Any]) -> Conversation:
+        for name in _LABELS:
+            if str(row.get(name)).strip().lower() in _UNDESIRABLE:
+                raise DataError(f"{where} is an undesirable answer ({name}: false, as in KTO); remove the row")
+        messages = self._prompt(where, row, _LISTS)
+        if messages:
+            return self._made(where, row, messages, 0)
+        for question, completion in _FORMS:
+            if question in row and completion in row:
+                prompt = self._prompt(where, row, (question,))
+                answer = self._messages(where, self._first(row, (completion,)), ANSWERS)
+                return self._made(where, row, (*prompt, *answer), len(prompt))
+        remedy = (
+            "write messages, conversations, prompt and completion, instruction and output, or question and answer, or "
+            "name the columns in data.columns"
+        )
+        if "chosen" in row:
+            remedy = "for chosen and rejected, set task=dpo or task=reward"
+        raise DataError(f"{where} is not a conversation (it has {', '.join(map(str, row))}); {remedy}")
+
+    def _pair(self, where: str, row: Mapping[str, Any]) -> list[Conversation]:
+        if "chosen" not in row or "rejected" not in row:
+            keys = ", ".join(map(str, row))
+            raise DataError(f"{where} is not a pair of answers (it has {keys}); write prompt, chosen and rejected")
+        chosen = self._messages(where, self._first(row, ("chosen",)), ANSWERS)
+        rejected = self._messages(where, self._first(row, ("rejected",)), ANSWERS)
+        if chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
+            prompt = self._prompt(where, row, ("prompt", *_LISTS, *_QUESTIONS))
+            chosen = (*prompt, *chosen)
+            rejected = (*prompt, *rejected)
+        shortest = min(len(chosen), len(rejected))
+        first = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+        if first in (0, shortest):
+            raise DataError(
+                f"{where} has answers that are equal, or no common prompt; write prompt, chosen and rejected"
+            )
+        return [self._made(where, row, messages, first) for messages in (chosen, rejected)]
+
+    def _first(self, row: Mapping[str, Any], names: Iterable[str]) -> Any:
+        """Returns the value of the first of these columns that a row has; None: it has none."""
+        for name in names:
+            if name in row:
+                self.columns[name] = True
+                return row[name]
+        return None
+
+    def _messages(self, where: str, value: Any, role: str) -> tuple[Message, ...]:
+        """Returns a list of messages, or a text as the one message of a role."""
+        if isinstance(value, str) and not _LIST_TEXT.match(value):
+            return ({"role": role, "content": value},)
+        return read_messages(value, where=where, keys={**_KEYS, **self._names}, roles=self._roles)
+
+    def _prompt(self, where: str, row: Mapping[str, Any], names: Iterable[str]) -> tuple[Message, ...]:
+        """Returns the messages of the first of these columns that a row has; nothing where it has none."""
+        for name in names:
+            if name in row:
+                question = self._first(row, (name,))
+                if name in _LISTS:
+                    question = _parsed(question)
+                context = self._first(row, _CONTEXTS.get(name, ()))
+                if context:
+                    question = f"{_text(question, where)}\n\n{_text(context, where)}"
+                return self._messages(where, question, "user")
+        return ()
+
+    def _made(self, where: str, row: Mapping[str, Any], messages: tuple[Message, ...], first: int) -> Conversation:
+        """Returns a conversation up to its last answer, with what else a row says about it."""
+        system = self._first(row, _SYSTEM)
+        if system:
+            message = {"role": "system", "content": _text(system, where)}
+            if messages[0] != message:
+                messages = (message, *messages)
+                first += 1
+                if messages[1]["role"] == "system":
+                    raise DataError(f"{where} has a system message beside another one in a column; remove one")
+        answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]
+        is_empty = [not ((messages[i]["content"] or "").strip() or messages[i].get("tool_calls")) for i in answers]
+        if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
+            raise DataError(
+                f"{where} has no answer to train, or an empty one; write one with role: {ANSWERS}, or set data.roles"
+            )
+        group = "\n".join(f"{message['role']}: {message['content']}" for message in messages[: answers[0]])
+        tools = read_objects(self._first(row, ("tools", "functions")) or [], "tools", where) or None
+        arguments = read_object(self._first(row, ("chat_template_kwargs",)), "chat_template_kwargs", where)
+        return Conversation(where, messages[: answers[-1] + 1], answers[0], group, tools, arguments)
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the call of a tool with its arguments as an object, which OpenAI writes as JSON text."""
+    call = {key: value for key, value in call.items() if value is not None}
+    if "function" in call:
+        return {**call, "function": _call(read_object(call["function"], "a function", where), where)}
+    return {**call, "arguments": read_object(call.get("arguments"), "arguments of a call", where)}
+
+
+def _text(content: Any, where: str) -> str:
+    """Returns the text of a message, which may be a list of parts."""
+    text = ""
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
+            part = part.get("text")
+        if not isinstance(part, str):
+            raise DataError(f"{where} has content that is not text: {part!r:.60}; remove it, or the row")
+        text += part
+    return text
+
+
+def read_object(value: Any, name: str, where: str) -> dict[str, Any]:
+    """Returns an object, or that of a JSON text; an empty one for nothing."""
+    parsed = _parsed(value or {})
+    if not isinstance(parsed, dict):
+        raise DataError(f"{where} has {value!r:.60} for {name}; write an object, or its JSON text")
+    return parsed
+
+
+def read_objects(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Returns a list of objects, given as a list, as one object or as JSON text."""
+    parsed = _parsed(value)
+    return [read_object(item, name, where) for item in (parsed if isinstance(parsed, list) else [parsed])]
+
+
+def _parsed(value: Any) -> Any:
+    """Returns what a text writes in JSON, or in Python's own form; other values, and other texts, as they are."""
+    if not isinstance(value, str):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(value)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            pass
+    return value
