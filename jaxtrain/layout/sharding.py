@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.layout.rules import (
@@ -265,13 +264,6 @@ def platform() -> str:
     return jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
 
 
-def row_numbers(count: int) -> jax.Array:
-    """The row numbers of an activation [count, ...] in its (micro)batch over all devices: int32 [count]."""
-    layout = _layout.get()
-    manual = layout is not None and "data" in layout.manual
-    return jnp.arange(count) + (jax.lax.axis_index("data") * count if manual else 0)
-
-
 def sum_over_shards(x: jax.Array) -> jax.Array:
     """Sum an array over those shards of a batch that the code being traced handles itself; `pipe` splits no batch."""
     layout = _layout.get()
@@ -280,14 +272,6 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
     split = (*layout.rules["batch"], *layout.rules["sequence"])
     axes = tuple(axis for axis in split if axis in layout.manual and layout.mesh.shape[axis] > 1)
     return jax.lax.psum(x, axes) if axes else x
-
-
-def shard_key(key: jax.Array) -> jax.Array:
-    """The key of this shard of `data` in code that handles the axis itself, where a shape is that of a shard's rows."""
-    layout = _layout.get()
-    if layout is None or "data" not in layout.manual or layout.mesh.shape["data"] == 1:
-        return key
-    return jax.random.fold_in(key, jax.lax.axis_index("data"))
 
 
 def splits_sequence() -> bool:

@@ -17,8 +17,8 @@ from jax.core import Tracer
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters
+from jaxtrain.layout.keys import shard_key
 from jaxtrain.layout.scatter import attach_sums, enter_stack, leave_stack
-from jaxtrain.layout.sharding import shard_key
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, by_row_as
 from jaxtrain.remat.policy import Remat

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.layout.keys import microbatch_key
 from jaxtrain.layout.scatter import Factors, Parts, StackSums, scatter_in_pieces, use_parts, use_stack_sums
 from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
@@ -46,7 +47,7 @@ class Arguments(NamedTuple):
         fixed: arrays that the loss reads besides (frozen parameters, the loss scale).
         model_state: passed from one microbatch to the next, in order.
         batch: arrays [B, ...], where B divides by the microbatches.
-        key: folded with the microbatch's index.
+        key: of the step, or of a microbatch of it.
     """
 
     params: Tree
@@ -191,8 +192,7 @@ def compute_gradients(loss: LossFunction, arguments: Arguments, plan: Accumulati
     microbatches weights each by its share of the global weight, so that the result is that of one large batch.
     """
     if plan.count == 1:
-        first = arguments._replace(key=jax.random.fold_in(arguments.key, 0))
-        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(*first)
+        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(*arguments)
         tree = as_means(tree, weight, powers_of_two=plan.powers_of_two)
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     run = partial(_automatic, loss, plan)
@@ -338,7 +338,7 @@ def _accumulate(
         sums = {name: totals[name] for name in summed_inside}
         others = {name: total for name, total in totals.items() if name not in sums}
         weighted, sums, (loss_sum, weight, new_state, metrics) = differentiate(
-            sums, others, Arguments(params, fixed, state, rows, jax.random.fold_in(key, index))
+            sums, others, Arguments(params, fixed, state, rows, microbatch_key(key, index, microbatches))
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(
@@ -347,8 +347,8 @@ def _accumulate(
         added = [sums[name] if name in sums else total + weighted[name] for name, total in totals.items()]
         return (keep_part(jax.tree.unflatten(jax.tree.structure(params), added)), state), (loss_sum, weight, metrics)
 
-    microbatches = (jnp.arange(plan.count), split_microbatches(batch, plan.count))
-    (total, model_state), sums = jax.lax.scan(step, (zeros, model_state), microbatches)
+    microbatches = split_microbatches(batch, plan.count)
+    (total, model_state), sums = jax.lax.scan(step, (zeros, model_state), (jnp.arange(plan.count), microbatches))
     return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 

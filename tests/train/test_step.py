@@ -243,8 +243,8 @@ def test_bf16_computes_matmuls_in_bf16_and_softmax_in_fp32() -> None:
 def test_dropout_differs_between_steps_repeats_between_runs_and_is_the_same_on_every_mesh() -> None:
     """Keys derive from the state's key and step: two runs agree, and a batch seen twice is not treated alike."""
     losses = []
-    for mesh in (one_device(), make_mesh(data=4, tensor=2)):
-        step = make(mlp(dropout=0.5), optimizer=optax.sgd(0.0), mesh=mesh)
+    for mesh, accumulation in ((one_device(), 1), (make_mesh(data=4, tensor=2), 1), (make_mesh(data=4, tensor=2), 2)):
+        step = make(mlp(dropout=0.5), optimizer=optax.sgd(0.0), mesh=mesh, accumulation_steps=accumulation)
         for _ in range(2):
             state = step.init(0)
             for _ in range(2):
@@ -252,7 +252,8 @@ def test_dropout_differs_between_steps_repeats_between_runs_and_is_the_same_on_e
                 losses.append(float(metrics["loss"]))
     assert losses[:2] == losses[2:4]
     assert losses[0] != losses[1]
-    assert losses[4:] == pytest.approx(losses[:4], rel=1e-6)
+    assert losses[4:8] == pytest.approx(losses[:4], rel=1e-6)
+    assert losses[8:] == pytest.approx(losses[:4], rel=1e-6)
 
 
 OPTIMIZERS = ["adamw", "adafactor", "muon", "adamw bfloat16", "adamw int8"]
