@@ -20,6 +20,7 @@ from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, key_for
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, TaskSums, calling_sums, task_sums
+from jaxtrain.models.tasks import weight_per_token
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, compute_gradients
 from jaxtrain.parallel.microbatches import loss_divisor
@@ -72,6 +73,9 @@ def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradien
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
     step_key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), 0)
     layout = sharded_model.layout
+    if sharded_model.model.has_experts and task.takes_deferred_logits:
+        # Of the batch, and not of a microbatch: a router's tokens count alike in all of them.
+        batch = {**batch, "weight_per_token": weight_per_token(batch)}
     if program.pipeline is not None:
         return _pipeline_gradients(program, state, dict(batch), step_key, scale)
     # A task that calls the model itself may read the parameters, which it gets as the state stores them.

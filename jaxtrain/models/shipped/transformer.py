@@ -248,7 +248,7 @@ def _embed(
     needs = head_inputs(config.head, tokens_BL.shape, segments_BL, head_key)
     beside: dict[str, Any] = {}
     if config.experts is not None:
-        beside["routing"] = Routing.none(tokens_BL, segments_BL)
+        beside["routing"] = Routing.none(tokens_BL)
     beside |= {"head": needs} if jax.tree.leaves(needs) else {}
     # Every stage of a pipeline needs it, and only the first has the table.
     bias_HW = relative_bias(module.relative_positions, config, length - 1)
