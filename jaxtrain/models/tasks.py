@@ -46,7 +46,7 @@ def language_modeling(*, z_loss: float | None = None, logits: LogitsAs = "auto",
     Negative targets are ignored.
 
     A model with experts gives a dict: `logits`, in training also `router_loss` [B, L], whose mean is added to the loss,
-    and numbers that are reported as they are. In the steps of a `Model` with `has_experts` the mean is over all tokens of
+    and numbers that are reported as they are. In steps of a `Model` with `has_experts` the mean is over all tokens of
     the batch that are not padding (segment 0), whatever their weights; elsewhere it is by the weights.
 
     Args:

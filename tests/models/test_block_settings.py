@@ -347,11 +347,12 @@ def test_chunks_and_temperatures_count_from_the_start_of_each_packed_text() -> N
     _, params, config = computed("llama4")
     model, tokens = transformer(config), TOKENS[:1]
     places = np.array([[*range(7), *range(LENGTH - 7)]])
-    packed = {"tokens": tokens, "positions": places, "segments": np.array([[1] * 7 + [2] * (LENGTH - 7)])}
-    found, *apart = (
+    packed = {"tokens": tokens, "segments": np.array([[1] * 7 + [2] * (LENGTH - 7)])}
+    found, with_positions, *apart = (
         model.apply(params, {}, inputs, key=None, train=False)[0]["logits"]
-        for inputs in (packed, tokens[:, :7], tokens[:, 7:])
+        for inputs in (packed, packed | {"positions": places}, tokens[:, :7], tokens[:, 7:])
     )
+    np.testing.assert_array_equal(found, with_positions)
     # float32, the same sums over keys in another order.
     np.testing.assert_allclose(found, np.concatenate(apart, 1), rtol=0, atol=1e-5 * np.ptp(found))
 
