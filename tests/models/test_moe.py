@@ -75,6 +75,15 @@ def test_padding_counts_in_no_load_and_no_loss():
     np.testing.assert_allclose(found_y[0, :4], y[0, :4], rtol=1e-4, atol=1e-8)  # as in the test of dense experts
 
 
+def test_a_bias_of_all_experts_is_added_to_each_token_once():
+    """The weights of a token's experts sum to 1."""
+    params, apply = parts(CONFIG.model_copy(update={"bias": True}))
+    kernels = nnx.to_pure_dict(params)
+    offset = np.arange(16, dtype=np.float32)
+    kernels["down"]["bias"] = kernels["down"]["bias"] + offset
+    np.testing.assert_allclose(apply(nnx.State(kernels), X)[0] - apply(params, X)[0], offset + 0 * X, rtol=1e-5)
+
+
 def test_half_precision_routes_in_float32():
     params, apply = parts()
     half, x = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (params, X))

@@ -200,13 +200,14 @@ def test_fp16_recovers_from_a_scale_that_is_far_too_high() -> None:
 
 @functools.cache
 def losses_of(policy: str) -> tuple[list[float], Any, set[Any], set[Any]]:
-    """Ten losses of the transformer, their dtype, and the dtypes of parameters and of moments after them."""
+    """Ten losses of the transformer and the norm of its first gradients, the dtype of losses, and those of parameters
+    and of moments after them."""
     step = make_train_step(transformer(), language_modeling(), optax.adam(1e-3), mesh=one_device(), policy=policy)
     step.compile(tokens())  # so that a state whose dtypes move would be an error
     state, metrics, losses = step.init(0), {}, []
     for k in range(10):
         state, metrics = step(state, tokens(k % 2))
-        losses.append(float(metrics["loss"]))
+        losses += [float(metrics["loss"])] if k else [float(metrics["loss"]), float(metrics["grad_norm"])]
     moments = {leaf.dtype for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim}
     return losses, metrics["loss"].dtype, {leaf.dtype for leaf in jax.tree.leaves(state.params)}, moments
 

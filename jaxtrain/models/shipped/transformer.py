@@ -76,11 +76,10 @@ def _positions(tokens_BL: jax.Array, segments_BL: jax.Array | None, config: Tran
     is_absolute = config.position == "learned" or config.attention_temperature is not None or is_chunked
     if segments_BL is None or not is_absolute:
         return indices_1L
-    # Comparing neighbours of a sharded row would permute data between devices inside a pipeline's stage.
-    segments_BL = constrain(segments_BL, "batch", None)
-    borders_BL = jnp.diff(segments_BL, axis=1, prepend=segments_BL[:, :1]) != 0
-    starts_BL = jax.lax.cummax(jnp.where(borders_BL, indices_1L, 0), axis=1)
-    return constrain(indices_1L - starts_BL, "batch", "sequence")
+    # Counted: comparing neighbours of a sharded row would permute data between devices inside a pipeline's stage.
+    keys_BS = constrain(segments_BL, "batch", None)
+    is_earlier_LS = indices_1L < indices_1L.T
+    return jnp.sum((segments_BL[:, :, None] == keys_BS[:, None]) & is_earlier_LS, axis=-1, dtype=jnp.int32)
 
 
 class Transformer(nnx.Module):
