@@ -135,12 +135,14 @@ def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers
     return _outside(known, layout.manual).map(lambda spec: PartitionSpec(*spec[1:]), tuple(shape))
 
 
-def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
-    """How a parameter is stored; with `also`, mesh axes that ZeRO adds, how its optimizer state is."""
-    if also and also != layout.state_axes:
-        return _derive_spec(path, shape, layout, also=also)
-    specs = parameter_specs(path, shape, layout)
-    return specs.optimizer_state if also else specs.stored
+def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout) -> PartitionSpec:
+    """How a parameter is stored."""
+    return parameter_specs(path, shape, layout).stored
+
+
+def state_spec(path: str, shape: tuple[int, ...], layout: Layout) -> PartitionSpec:
+    """How optimizer state of a parameter's shape is stored."""
+    return parameter_specs(path, shape, layout).optimizer_state
 
 
 def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout, *, trained: bool = True) -> ParameterSpecs:
@@ -170,16 +172,16 @@ def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
     return PartitionSpec(*(keep(entry) for entry in spec))
 
 
-def parameter_shardings(params: Params, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
-    """Storage shardings of a tree of parameters (arrays or shapes), leaf for leaf; `also` as in `parameter_spec`."""
+def parameter_shardings(params: Params, layout: Layout) -> Any:
+    """Storage shardings of a tree of parameters (arrays or shapes), leaf for leaf."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return layout.named(parameter_spec(path_name(path), leaf.shape, layout, also=also))
+        return layout.named(parameter_spec(path_name(path), leaf.shape, layout))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
+def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout) -> Any:
     """Shardings of optimizer state: a leaf that mirrors a parameter is sharded like it, another by the default rule.
 
     Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
@@ -188,18 +190,18 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
     """
     shapes = {path: leaf.shape for path, leaf in paths_of(params).items()}
     owners = possible_owners(optimizer_state, params)
-    unknown = Layout(layout.mesh, {}, layout.rules)
+    unknown = Layout(layout.mesh, {}, layout.rules, state_axes=layout.state_axes)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for owner in owners[path_name(path)]:
             shape = shapes[owner]
-            spec = parameter_spec(owner, shape, layout, also=also)
+            spec = state_spec(owner, shape, layout)
             if shape == leaf.shape:
                 return NamedSharding(layout.mesh, spec)
             entries = _statistics_entries(owner, shape, leaf.shape, spec, layout)
             if entries is not None:
                 return NamedSharding(layout.mesh, PartitionSpec(*entries))
-        return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
+        return NamedSharding(layout.mesh, state_spec("", leaf.shape, unknown))
 
     return jax.tree_util.tree_map_with_path(sharding, optimizer_state)
 
