@@ -86,7 +86,7 @@ def _no_state(given: StateInputs) -> Array:
 def state_space(
     given: StateInputs, documents_BL: Array, *, chunk: int, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """Run the recurrence by chunks of tokens, as products of matrices; the backward pass keeps states between chunks alone.
+    """Run the recurrence by chunks of tokens, as products of matrices; backward keeps the states between chunks alone.
 
     Args:
         given: what it reads; a step of 0 leaves the state as it is.
