@@ -74,6 +74,13 @@ def own_loop_after(names: Names) -> None:
     jax.tree.map(np.testing.assert_array_equal, again.params, names["state"].params)
 
 
+def alternating_after(names: Names) -> None:
+    """Both have taken their steps, and the generator has moved towards the real points."""
+    assert (int(names["critic"].step), int(names["generator"].step)) == (400, 200)
+    bias = names["generator"].params["generator"]["bias"]
+    assert np.all((np.asarray(bias) > 0.5) & (np.asarray(bias) < 3.5))
+
+
 def own_call_after(names: Names) -> None:
     assert int(names["state"].step) == 1
     assert np.isfinite(float(names["metrics"]["loss"]))
@@ -361,6 +368,7 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("parallelism.md", "shard_model("): (given_nothing, sharded_after),
     ("planner.md", "analyse("): (given_nothing, planner_after),
     ("python_api.md", "Checkpointer("): (given_nothing, own_loop_after),
+    ("python_api.md", "critic_step"): (given_nothing, alternating_after),
     ("python_api.md", "call=call"): (given_nothing, own_call_after),
     ("python_api.md", "shard_model("): (given_nothing, axes_after),
     ("predict.md", "predict_file("): (flowers_before, flowers_after),

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.layout.rules import (
@@ -136,12 +135,14 @@ def layer_specs(path: str, shape: tuple[int, ...], layout: Layout, *, num_layers
     return _outside(known, layout.manual).map(lambda spec: PartitionSpec(*spec[1:]), tuple(shape))
 
 
-def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout, *, also: tuple[str, ...] = ()) -> PartitionSpec:
-    """How a parameter is stored; with `also`, mesh axes that ZeRO adds, how its optimizer state is."""
-    if also and also != layout.state_axes:
-        return _derive_spec(path, shape, layout, also=also)
-    specs = parameter_specs(path, shape, layout)
-    return specs.optimizer_state if also else specs.stored
+def parameter_spec(path: str, shape: tuple[int, ...], layout: Layout) -> PartitionSpec:
+    """How a parameter is stored."""
+    return parameter_specs(path, shape, layout).stored
+
+
+def state_spec(path: str, shape: tuple[int, ...], layout: Layout) -> PartitionSpec:
+    """How optimizer state of a parameter's shape is stored."""
+    return parameter_specs(path, shape, layout).optimizer_state
 
 
 def _derive_specs(path: str, shape: tuple[int, ...], layout: Layout, *, trained: bool = True) -> ParameterSpecs:
@@ -171,16 +172,16 @@ def without_axes(spec: PartitionSpec, axes: Set[str]) -> PartitionSpec:
     return PartitionSpec(*(keep(entry) for entry in spec))
 
 
-def parameter_shardings(params: Params, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
-    """Storage shardings of a tree of parameters (arrays or shapes), leaf for leaf; `also` as in `parameter_spec`."""
+def parameter_shardings(params: Params, layout: Layout) -> Any:
+    """Storage shardings of a tree of parameters (arrays or shapes), leaf for leaf."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return layout.named(parameter_spec(path_name(path), leaf.shape, layout, also=also))
+        return layout.named(parameter_spec(path_name(path), leaf.shape, layout))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *, also: tuple[str, ...] = ()) -> Any:
+def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout) -> Any:
     """Shardings of optimizer state: a leaf that mirrors a parameter is sharded like it, another by the default rule.
 
     Optimizers keep trees of the parameters' structure inside their states, so a leaf belongs to the parameter whose
@@ -189,18 +190,18 @@ def optimizer_shardings(optimizer_state: Any, params: Params, layout: Layout, *,
     """
     shapes = {path: leaf.shape for path, leaf in paths_of(params).items()}
     owners = possible_owners(optimizer_state, params)
-    unknown = Layout(layout.mesh, {}, layout.rules)
+    unknown = Layout(layout.mesh, {}, layout.rules, state_axes=layout.state_axes)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for owner in owners[path_name(path)]:
             shape = shapes[owner]
-            spec = parameter_spec(owner, shape, layout, also=also)
+            spec = state_spec(owner, shape, layout)
             if shape == leaf.shape:
                 return NamedSharding(layout.mesh, spec)
             entries = _statistics_entries(owner, shape, leaf.shape, spec, layout)
             if entries is not None:
                 return NamedSharding(layout.mesh, PartitionSpec(*entries))
-        return NamedSharding(layout.mesh, parameter_spec("", leaf.shape, unknown, also=also))
+        return NamedSharding(layout.mesh, state_spec("", leaf.shape, unknown))
 
     return jax.tree_util.tree_map_with_path(sharding, optimizer_state)
 
@@ -265,13 +266,6 @@ def platform() -> str:
     return jax.default_backend() if layout is None else layout.mesh.devices.flat[0].platform
 
 
-def row_numbers(count: int) -> jax.Array:
-    """The row numbers of an activation [count, ...] in its (micro)batch over all devices: int32 [count]."""
-    layout = _layout.get()
-    manual = layout is not None and "data" in layout.manual
-    return jnp.arange(count) + (jax.lax.axis_index("data") * count if manual else 0)
-
-
 def sum_over_shards(x: jax.Array) -> jax.Array:
     """Sum an array over those shards of a batch that the code being traced handles itself; `pipe` splits no batch."""
     layout = _layout.get()
@@ -280,14 +274,6 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
     split = (*layout.rules["batch"], *layout.rules["sequence"])
     axes = tuple(axis for axis in split if axis in layout.manual and layout.mesh.shape[axis] > 1)
     return jax.lax.psum(x, axes) if axes else x
-
-
-def shard_key(key: jax.Array) -> jax.Array:
-    """The key of this shard of `data` in code that handles the axis itself, where a shape is that of a shard's rows."""
-    layout = _layout.get()
-    if layout is None or "data" not in layout.manual or layout.mesh.shape["data"] == 1:
-        return key
-    return jax.random.fold_in(key, jax.lax.axis_index("data"))
 
 
 def splits_sequence() -> bool:

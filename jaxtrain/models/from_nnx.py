@@ -17,10 +17,10 @@ from jax.core import Tracer
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters
+from jaxtrain.layout.keys import shard_key
 from jaxtrain.layout.scatter import attach_sums, enter_stack, leave_stack
-from jaxtrain.layout.sharding import shard_key
 from jaxtrain.models.layers import Linear
-from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, by_row_as
+from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, by_row_as
 from jaxtrain.remat.policy import Remat
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
@@ -155,7 +155,7 @@ def from_nnx(
         params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
         # Random numbers that the module draws itself never follow from a row's number.
-        own_key = shard_key(key) if key is not None and isinstance(call, DrawsByRow) else key
+        own_key = None if key is None else shard_key(key)
         streams = _reseed(rng_template, own_key)
         module: Any = nnx.merge(
             graph, from_dict(param_template, params), streams, from_dict(state_template, model_state)

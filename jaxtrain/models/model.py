@@ -8,10 +8,11 @@ import jax
 
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.layout.gather import gather_after
+from jaxtrain.layout.keys import shard_key
 from jaxtrain.layout.mesh import parameters_text
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.scatter import hide_stack_sums, without_parts
-from jaxtrain.layout.sharding import path_name, shard_key
+from jaxtrain.layout.sharding import path_name
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, compute_logits
 from jaxtrain.remat.policy import Remat
 
@@ -67,11 +68,12 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class DrawsByRow:
-    """Marks a function of a model whose random numbers follow from a row's number in the (micro)batch over all devices.
+    """Marks a function of a model whose random numbers follow from a row's number in the batch over all devices.
 
     Such a function (`call` of `from_nnx`, `embed` and `block` of `from_stages`, `Model.apply`, the functions of
-    `Parts`) gets the same key on every shard of `data`, and draws the same numbers on every mesh. Every other one gets
-    a key of the shard's own wherever the step works shard by shard. `jaxtrain.models.layers.dropout` draws by row.
+    `Parts`) gets the same key on every shard of `data`, and what it draws by row is the same on every mesh and with
+    every number of microbatches. Every other one gets a key of the microbatch and of the shard, where the step works
+    shard by shard. `jt.dropout` draws by row; `jax.random` with the key itself draws for the microbatch.
 
     Attributes:
         function: what is called.

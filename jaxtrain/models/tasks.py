@@ -13,8 +13,6 @@ from jaxtrain.config.base import CalledTask
 from jaxtrain.config.kinds import check_loss
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.manual import turn_of
-from jaxtrain.layout.sharding import current_layout, sum_over_shards
 from jaxtrain.models.preferences import dpo, reward
 from jaxtrain.models.task import (
     Batch,
@@ -24,8 +22,8 @@ from jaxtrain.models.task import (
     TaskSums,
     broadcast_weights,
     checked_ids,
-    divisor,
     num_classes,
+    target_weights,
 )
 from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import cross_entropy, cross_entropy_sums, weight_of_right
@@ -48,8 +46,8 @@ def language_modeling(*, z_loss: float | None = None, logits: LogitsAs = "auto",
     Negative targets are ignored.
 
     A model with experts gives a dict: `logits`, in training also `router_loss` [B, L], whose mean is added to the loss,
-    and numbers that are reported as they are. The mean is over the `router_tokens` (float32 []) of all devices that the
-    router's loss is not 0 for, whatever their weights; without that entry it is by the weights.
+    and numbers that are reported as they are. In steps of a `Model` with `has_experts` the mean is over all tokens of
+    the batch that are not padding (segment 0), whatever their weights; elsewhere it is by the weights.
 
     Args:
         z_loss: weight of the squared logsumexp, in training; None: without it.
@@ -114,7 +112,11 @@ def _token_task(name: str, z_loss: float | None, logits: LogitsAs, block: int | 
         if z_loss is not None:
             metrics["z_loss"] = (sums.z_loss, weight)
         if "router_loss" in more:
-            router_loss = _router_sum(more.pop("router_loss"), weights, tokens=more.pop("router_tokens", None))
+            router_loss = more.pop("router_loss")
+            if "weight_per_token" in batch:
+                router_loss = jnp.sum(router_loss) * batch["weight_per_token"]
+            else:
+                router_loss = jnp.sum(router_loss * weights)
             metrics["router_loss"] = (router_loss, weight)
             total = total + router_loss
         if metrics:
@@ -129,16 +131,16 @@ def _token_task(name: str, z_loss: float | None, logits: LogitsAs, block: int | 
     return Task(name, loss, axes, reads_weights=True, num_classes=num_classes)
 
 
-def _router_sum(losses_BL: jax.Array, weights_BL: jax.Array, *, tokens: jax.Array | None) -> jax.Array:
-    """The router's losses of this device's rows, scaled so that the weights of all divide to a mean over tokens."""
-    if tokens is None:
-        return jnp.sum(losses_BL * weights_BL)
-    # The sum over shards comes after those in the layers.
-    total = jnp.sum(losses_BL)
-    turn = turn_of(jax.lax.stop_gradient(total), current_layout())
-    weight = jnp.sum(weights_BL) if turn is None else jnp.sum(weights_BL) + turn
-    weight = jax.lax.stop_gradient(sum_over_shards(weight))
-    return total * (weight / divisor(jax.lax.stop_gradient(tokens)))
+def weight_per_token(batch: Batch) -> jax.Array:
+    """Compute the weight of a batch over its number of tokens that are not padding: float32 [].
+
+    What counts for every token, whatever its weight in the loss, is multiplied by it in each microbatch, and divided by
+    the weight of the batch with the loss.
+    """
+    inputs = batch["inputs"]
+    segments = inputs.get("segments") if isinstance(inputs, Mapping) else None
+    num_tokens = batch["targets"].size if segments is None else jnp.sum(segments != 0)
+    return jnp.sum(target_weights(batch)) / jnp.maximum(num_tokens, 1)
 
 
 def classification(

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.sharding import current_layout, layout_of_part, row_numbers, use_layout
+from jaxtrain.layout.keys import row_keys
+from jaxtrain.layout.sharding import current_layout, layout_of_part, use_layout
 from jaxtrain.models.model import DrawsByRow, Model, ModelState, Params, Parts, PartsApply, key_for
 from jaxtrain.runtime.tree import path_name
 
@@ -214,7 +215,7 @@ def _over_rows(module: Any) -> EquinoxCall:
 
     def call(module: Any, inputs: Any, state: Any, key: jax.Array | None) -> Any:
         size = jax.tree.leaves(inputs)[0].shape[0]
-        keys = None if key is None else jax.vmap(lambda row: jax.random.fold_in(key, row))(row_numbers(size))
+        keys = None if key is None else row_keys(key, size)
 
         def one(row: Any, state: Any, key: jax.Array | None) -> Any:
             arguments = (row,) if state is None else (row, state)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtrain.layout.sharding import row_numbers
+from jaxtrain.layout.keys import row_keys
 
 _SLOPE = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -65,13 +65,13 @@ GATED = {
 
 
 def drop_by_row(x: Array, rate: float, key: Array) -> Array:
-    """Apply inverted dropout; each row draws from a key folded with its number in the (micro)batch, on every mesh.
+    """Apply inverted dropout; each row draws from a key folded with its number in the batch, on every mesh.
 
     Args:
         x: [B, ...], any float dtype.
         rate: share of the elements that become 0, from 0 to below 1.
         key: random key, the same on every shard.
     """
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(x.shape[0]))
-    keep = jax.vmap(lambda row_key: jax.random.bernoulli(row_key, 1 - rate, x.shape[1:]))(keys)
+    draw = jax.vmap(lambda row_key: jax.random.bernoulli(row_key, 1 - rate, x.shape[1:]))
+    keep = draw(row_keys(key, x.shape[0]))
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))

@@ -1,4 +1,4 @@
-"""The state space of Mamba 2: as a recurrence, and by chunks of tokens; and the causal convolution before it.
+"""The state space of Mamba 2 by chunks of tokens, and the causal convolution before it.
 
     state_t = exp(decay step_t) state_{t-1} + step_t value_t key_t^T        y_t = state_t query_t
 
@@ -83,28 +83,10 @@ def _no_state(given: StateInputs) -> Array:
     return jnp.where(like == like, jnp.float32(0), jnp.float32(0))
 
 
-def reference_state_space(given: StateInputs, documents_BL: Array) -> Array:
-    """The recurrence, token by token: float32 [B, L, H, K]."""
-    batch, groups, heads, width = given.key.shape[0], given.key.shape[2], *given.value.shape[2:]
-    same_BL = documents_BL == jnp.pad(documents_BL, ((0, 0), (1, 0)), mode="edge")[:, :-1]
-
-    def advance(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        query, key, value, step, same = token
-        keep = jnp.exp(given.decay * step) * same[:, None]
-        written = (step[..., None] * value).reshape(batch, groups, -1, width)
-        state = state * keep.reshape(batch, groups, -1)[..., None, None]
-        state = state + jnp.einsum("bgn,bgrk->bgrkn", key, written)
-        return state, jnp.einsum("bgn,bgrkn->bgrk", query, state).reshape(batch, heads, width)
-
-    floats = [x.astype(jnp.float32) for x in (given.query, given.key, given.value, given.step)]
-    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (*floats, same_BL))
-    return jnp.moveaxis(jax.lax.scan(advance, _no_state(given), tokens)[1], 0, 1)
-
-
 def state_space(
     given: StateInputs, documents_BL: Array, *, chunk: int, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """The same by chunks of tokens, as products of matrices; the backward pass keeps the states between chunks alone.
+    """Run the recurrence by chunks of tokens, as products of matrices; backward keeps the states between chunks alone.
 
     Args:
         given: what it reads; a step of 0 leaves the state as it is.

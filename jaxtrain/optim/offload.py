@@ -90,9 +90,8 @@ def update_on_host(
     note_choice("optimizer state", "on the host, updated on the device in slices", on_cpu)
     if layout.mesh.size == 1:
         return _stream(advance, gradients, optimizer_state, params, scalars)
-    also = layout.state_axes
-    specs = jax.tree.map(lambda one: one.spec, parameter_shardings(params, layout, also=also))
-    state_specs = jax.tree.map(lambda one: one.spec, optimizer_shardings(optimizer_state, params, layout, also=also))
+    specs = jax.tree.map(lambda one: one.spec, parameter_shardings(params, layout))
+    state_specs = jax.tree.map(lambda one: one.spec, optimizer_shardings(optimizer_state, params, layout))
     replicated = jax.tree.map(lambda _: PartitionSpec(), scalars)
     # Nothing crosses devices: each updates what it holds. Unchecked, because the loops' carries differ by device.
     return jax.shard_map(

@@ -57,7 +57,11 @@ def balance_experts(optimizer: optax.GradientTransformation, step: float) -> opt
         moved, state = inner.update(updates, state, params, **extra)
 
         def one(path: jax.tree_util.KeyPath, gradient: jax.Array, move: jax.Array) -> jax.Array:
-            return -step * jnp.sign(gradient) if path_name(path).endswith("/score_bias") else move
+            if not path_name(path).endswith("/score_bias"):
+                return move
+            # A load that is the mean in sums over microbatches but for rounding is no reason to move.
+            size = jnp.abs(gradient)
+            return jnp.where(size > 1e-5 * jnp.max(size), -step * jnp.sign(gradient), 0.0)
 
         return jax.tree_util.tree_map_with_path(one, updates, moved), state
 

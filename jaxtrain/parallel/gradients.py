@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxtrain.layout.keys import microbatch_key
+from jaxtrain.layout.rules import entry_axes
 from jaxtrain.layout.scatter import Factors, Parts, StackSums, scatter_in_pieces, use_parts, use_stack_sums
-from jaxtrain.layout.sharding import Layout, parameter_spec, path_name, use_layout
+from jaxtrain.layout.sharding import Layout, path_name, state_spec, use_layout
 from jaxtrain.models.task import Batch, Sums, TaskSums, divisor
 from jaxtrain.parallel.microbatches import (
     Tree,
@@ -46,7 +48,7 @@ class Arguments(NamedTuple):
         fixed: arrays that the loss reads besides (frozen parameters, the loss scale).
         model_state: passed from one microbatch to the next, in order.
         batch: arrays [B, ...], where B divides by the microbatches.
-        key: folded with the microbatch's index.
+        key: of the step, or of a microbatch of it.
     """
 
     params: Tree
@@ -102,9 +104,8 @@ class DataReduction:
         """The dim of a parameter (of global shape) over which its gradient is scattered; None: all keep the sum."""
         if self.stage == 0:
             return None
-        spec = parameter_spec(name, leaf.shape, self.layout, also=("data",))
-        dims = [d for d, entry in enumerate(spec) if entry == "data" or (isinstance(entry, tuple) and "data" in entry)]
-        return dims[0] if dims else None
+        spec = state_spec(name, leaf.shape, self.layout)
+        return next((dim for dim, entry in enumerate(spec) if "data" in entry_axes(entry)), None)
 
     def specs(self, params: Tree) -> Tree:
         """Specs over `data` of what `reduce` returns for these parameters."""
@@ -175,12 +176,10 @@ class Accumulation:
         """
         if self.stack is None:
             return []
-        also = ("data",) if self.zero else ()
         return [
             name
             for name, leaf in paths_of(params).items()
-            if name.startswith(f"{self.stack}/")
-            and not any(parameter_spec(name, leaf.shape, self.layout, also=also)[:1])
+            if name.startswith(f"{self.stack}/") and not any(state_spec(name, leaf.shape, self.layout)[:1])
         ]
 
 
@@ -191,8 +190,7 @@ def compute_gradients(loss: LossFunction, arguments: Arguments, plan: Accumulati
     microbatches weights each by its share of the global weight, so that the result is that of one large batch.
     """
     if plan.count == 1:
-        first = arguments._replace(key=jax.random.fold_in(arguments.key, 0))
-        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(*first)
+        tree, (loss_sum, weight, model_state, metrics) = jax.grad(loss, has_aux=True)(*arguments)
         tree = as_means(tree, weight, powers_of_two=plan.powers_of_two)
         return Gradients(tree, loss_sum, weight, model_state, metrics)
     run = partial(_automatic, loss, plan)
@@ -209,7 +207,7 @@ def _automatic(loss: LossFunction, plan: Accumulation, arguments: Arguments) -> 
 
     def keep_part(total: Tree) -> Tree:
         # With ZeRO the compiler reduces every microbatch into the part that a device keeps.
-        return constrain_gradients(total, plan.layout, plan.zero)
+        return constrain_gradients(total, plan.layout)
 
     zeros = keep_part(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sum_dtype(leaf)), arguments.params))
     return _accumulate(plan, _differentiate(loss, plan, None), keep_part, zeros, arguments)
@@ -338,7 +336,7 @@ def _accumulate(
         sums = {name: totals[name] for name in summed_inside}
         others = {name: total for name, total in totals.items() if name not in sums}
         weighted, sums, (loss_sum, weight, new_state, metrics) = differentiate(
-            sums, others, Arguments(params, fixed, state, rows, jax.random.fold_in(key, index))
+            sums, others, Arguments(params, fixed, state, rows, microbatch_key(key, index, microbatches))
         )
         # The carry keeps its dtypes, whatever dtype a model computes its state in.
         state = jax.tree.map(
@@ -347,8 +345,8 @@ def _accumulate(
         added = [sums[name] if name in sums else total + weighted[name] for name, total in totals.items()]
         return (keep_part(jax.tree.unflatten(jax.tree.structure(params), added)), state), (loss_sum, weight, metrics)
 
-    microbatches = (jnp.arange(plan.count), split_microbatches(batch, plan.count))
-    (total, model_state), sums = jax.lax.scan(step, (zeros, model_state), microbatches)
+    microbatches = split_microbatches(batch, plan.count)
+    (total, model_state), sums = jax.lax.scan(step, (zeros, model_state), (jnp.arange(plan.count), microbatches))
     return total, model_state, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
 
@@ -369,13 +367,13 @@ def _scatter(gradient: jax.Array, dim: int | None, *, first_dim: int = 0) -> jax
     return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dim - first_dim, tiled=True)
 
 
-def constrain_gradients(tree: Tree, layout: Layout, zero: int) -> Tree:
+def constrain_gradients(tree: Tree, layout: Layout) -> Tree:
     """Gradients or parameters sharded as the optimizer state is: from ZeRO-1 on over `data` too, else as they are."""
-    if zero == 0 or layout.mesh.size == 1:
+    if not layout.state_axes or layout.mesh.size == 1:
         return tree
 
     def one(name: str, leaf: jax.Array) -> jax.Array:
-        spec = parameter_spec(name, leaf.shape, layout, also=("data",))
+        spec = state_spec(name, leaf.shape, layout)
         return jax.lax.with_sharding_constraint(leaf, layout.named(spec))
 
     return _map_named(one, tree)

@@ -109,7 +109,7 @@ def pipeline_gradients(
         params: trained parameters in the compute dtype; those outside the layer stack are already gathered over `fsdp`.
         fixed: the frozen ones. Where one tree has an array, the other has None.
         batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
-        key: random key; the index of the microbatch is folded into it.
+        key: random key of the step.
         scale: float32 [], loss scale.
 
     Returns:
@@ -340,7 +340,7 @@ def pipeline_sums(pipeline: Pipeline, code: StageCode, params: Tree, batch: Tree
         code: what stages compute.
         params: in the compute dtype, those outside the stack replicated over `fsdp`.
         batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
-        key: folded with the microbatch's index.
+        key: random key.
 
     Returns:
         Loss sum and weight, float32 [], and the metric sums, the same on every device.

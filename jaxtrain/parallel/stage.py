@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout.keys import microbatch_key
 from jaxtrain.layout.sharding import Layout, path_name, use_layout
 from jaxtrain.models.task import TaskSums
 from jaxtrain.parallel.microbatches import Tree, split_microbatches
@@ -218,7 +219,7 @@ def is_last(stage: Stage, chunk: jax.Array) -> jax.Array:
 
 def embed(stage: Stage, outer: Tree, rows: Tree, microbatch: jax.Array) -> Tree:
     """Compute the carry into the first layer from `outer`, the trained parameters outside the stack."""
-    key = jax.random.fold_in(stage.key, microbatch)
+    key = microbatch_key(stage.key, microbatch, stage.microbatches)
     return stage.code.embed(merge_leaves(outer, stage.outer_fixed), rows, key)
 
 
@@ -226,7 +227,8 @@ def layers(stage: Stage, stack: Tree, carry: Tree, rows: Tree, microbatch: jax.A
     """Apply the layers of a chunk; `stack` are its trained parameters, arrays [n, ...]."""
     first = (chunk * stage.num_stages + stage.number) * stage.pipeline.layers_per_chunk
     stack = merge_leaves(stack, index(stage.stack_fixed, chunk))
-    return stage.code.layers(stack, carry, rows, first, jax.random.fold_in(stage.key, microbatch))
+    key = microbatch_key(stage.key, microbatch, stage.microbatches)
+    return stage.code.layers(stack, carry, rows, first, key)
 
 
 def loss(stage: Stage, outer: Tree, carry: Tree, rows: Tree) -> TaskSums:

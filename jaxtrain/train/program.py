@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.layout.gather import gather_parameters, hold_parameters
+from jaxtrain.layout.keys import shard_key
 from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, key_for
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Sums, Task, TaskSums, calling_sums, task_sums
+from jaxtrain.models.tasks import weight_per_token
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, compute_gradients
 from jaxtrain.parallel.microbatches import loss_divisor
@@ -69,7 +71,11 @@ def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradien
     """Gradients of the mean loss over the global batch, times the loss scale."""
     trained, scale = program.trained(state.params), _scale(state)
     sharded_model, task, settings = program.sharded_model, program.task, program.settings
-    step_key, layout = jax.random.fold_in(state.key, state.step), sharded_model.layout
+    step_key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), 0)
+    layout = sharded_model.layout
+    if sharded_model.model.has_experts and task.takes_deferred_logits:
+        # Of the batch, and not of a microbatch: a router's tokens count alike in all of them.
+        batch = {**batch, "weight_per_token": weight_per_token(batch)}
     if program.pipeline is not None:
         return _pipeline_gradients(program, state, dict(batch), step_key, scale)
     # A task that calls the model itself may read the parameters, which it gets as the state stores them.
@@ -130,7 +136,7 @@ def _sums(
             model.apply, params, model_state, True, fixed.step, call_key, fixed.average, model.apply_deferred
         )
         with jax.named_scope("loss"):
-            return calling_sums(task, call, rows, loss_key)
+            return calling_sums(task, call, rows, shard_key(loss_key))
     apply = model.apply_deferred if task.takes_deferred_logits else model.apply
     outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
     with jax.named_scope("loss"):

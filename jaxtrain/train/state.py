@@ -260,14 +260,14 @@ def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_
     `shapes` is the state as `ShapeDtypeStruct`s; offloaded arrays of optimizer state are kept in the host's memory.
     """
     layout = sharded_model.layout
-    optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout, also=layout.state_axes)
+    optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout)
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     everywhere: TrainState = jax.tree.map(lambda _: replicated, shapes)
     return replace(
         everywhere,
         params=jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params),
         optimizer_state=on_host(optimizer, shapes.optimizer_state) if offload_optimizer else optimizer,
-        ema=None if shapes.ema is None else parameter_shardings(shapes.ema, layout, also=layout.state_axes),
+        ema=parameter_shardings(shapes.ema, layout),
     )
 
 
@@ -292,6 +292,6 @@ def average_shapes(sharded_model: ShardedModel, trainable: Callable[[str], bool]
     )
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     return (
-        jax.tree.map(with_sharding, params, parameter_shardings(params, layout, also=layout.state_axes)),
+        jax.tree.map(with_sharding, params, parameter_shardings(params, layout)),
         jax.tree.map(lambda leaf: with_sharding(leaf, replicated), model_state),
     )

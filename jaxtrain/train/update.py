@@ -28,7 +28,7 @@ def update_state(
 ) -> tuple[TrainState, Metrics]:
     """The state after a step, and what the step reports; `gradients` are times the loss scale (float32 [])."""
     settings, layout, trained = program.settings, program.layout, program.trained(state.params)
-    tree = constrain_gradients(gradients.tree, layout, settings.zero)
+    tree = constrain_gradients(gradients.tree, layout)
     unscale = scale if state.loss_scale is not None else None
     grad_norm = gradient_norm(_unscaled(tree, unscale), sliced=settings.sliced_norm)
     loss = gradients.loss_sum / divisor(gradients.weight)

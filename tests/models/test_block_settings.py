@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.model import LatentConfig, TransformerConfig
+from jaxtrain.config.rope import RopeScaling
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.layers import scaled
+from jaxtrain.models.layers import rotary_frequencies, scaled
 from jaxtrain.models.shipped.transformer import transformer
 
 LENGTH, VOCABULARY = 12, 20
@@ -343,15 +344,27 @@ def test_follows_the_formula(row: str) -> None:
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.ptp(wanted))
 
 
+def test_frequencies_of_llama_3_1_are_those_of_its_report() -> None:
+    """Meta's settings: wavelengths up to 2,048 positions stay, from 8,192 on they are 8 times as long."""
+    scaling = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)
+    plain, slowed = (np.asarray(rotary_frequencies(128, 5e5, one)) for one in (None, scaling))
+    ratios, wavelengths = plain / slowed, 2 * math.pi / plain
+    np.testing.assert_allclose(ratios[wavelengths <= 2048], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratios[wavelengths >= 8192], 8, rtol=1e-6)
+    # Between them 1 / ((1 - s) / 8 + s) with s = (8192 / wavelength - 1) / 3.
+    np.testing.assert_allclose(ratios[28:36], [1, 1.2075, 1.5534, 2.0263, 2.6945, 3.6843, 5.2573, 8], rtol=1e-4)
+
+
 def test_chunks_and_temperatures_count_from_the_start_of_each_packed_text() -> None:
     _, params, config = computed("llama4")
     model, tokens = transformer(config), TOKENS[:1]
     places = np.array([[*range(7), *range(LENGTH - 7)]])
-    packed = {"tokens": tokens, "positions": places, "segments": np.array([[1] * 7 + [2] * (LENGTH - 7)])}
-    found, *apart = (
+    packed = {"tokens": tokens, "segments": np.array([[1] * 7 + [2] * (LENGTH - 7)])}
+    found, with_positions, *apart = (
         model.apply(params, {}, inputs, key=None, train=False)[0]["logits"]
-        for inputs in (packed, tokens[:, :7], tokens[:, 7:])
+        for inputs in (packed, packed | {"positions": places}, tokens[:, :7], tokens[:, 7:])
     )
+    np.testing.assert_array_equal(found, with_positions)
     # float32, the same sums over keys in another order.
     np.testing.assert_allclose(found, np.concatenate(apart, 1), rtol=0, atol=1e-5 * np.ptp(found))
 

@@ -1,5 +1,8 @@
 """The mixture-of-experts layer: its parameters, its losses, and the published sizes."""
 
+import math
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +75,15 @@ def test_padding_counts_in_no_load_and_no_loss():
     np.testing.assert_allclose(found_y[0, :4], y[0, :4], rtol=1e-4, atol=1e-8)  # as in the test of dense experts
 
 
+def test_a_bias_of_all_experts_is_added_to_each_token_once():
+    """The weights of a token's experts sum to 1."""
+    params, apply = parts(CONFIG.model_copy(update={"bias": True}))
+    kernels = nnx.to_pure_dict(params)
+    offset = np.arange(16, dtype=np.float32)
+    kernels["down"]["bias"] = kernels["down"]["bias"] + offset
+    np.testing.assert_allclose(apply(nnx.State(kernels), X)[0] - apply(params, X)[0], offset + 0 * X, rtol=1e-5)
+
+
 def test_half_precision_routes_in_float32():
     params, apply = parts()
     half, x = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (params, X))
@@ -103,6 +115,40 @@ def test_bias_of_scores_moves_against_the_load_and_levels_it():
     assert np.max(np.mean(loads[-10:], axis=0)) < 0.3
     norms = [float(optax.tree.norm(one)) for one in (gradients, {"moe": gradients["moe"] | {"score_bias": 0.0}})]
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "accumulation"),
+    [
+        pytest.param(dict(data=1), 4, id="accumulation"),
+        pytest.param(dict(data=2), 2, id="accumulation, data", marks=pytest.mark.long),
+        pytest.param(dict(pipe=2, data=2), 2, id="pipe, data", marks=pytest.mark.long),
+    ],
+)
+def test_routers_count_tokens_alike_whatever_the_loss_weighs_in_their_microbatch(degrees, accumulation):
+    """Rows with prompts of different lengths, one without any weight, and padding: the numbers of one batch."""
+    experts = dict(num_experts=4, score_bias=True, load_balance_weight=0.0, router_z_weight=0.1)
+    sizes = CONFIG.model_dump() | {"kind": "transformer", "vocab_size": 16, "num_layers": 2, "experts": experts}
+    rng = np.random.default_rng(1)
+    weights = (np.arange(12) >= np.array([1, 11, 6, 12, 3, 0, 9, 11])[:, None]).astype(np.float32)
+    segments = (np.arange(12) < np.array([12, 12, 5, 12, 8, 12, 3, 12])[:, None]).astype(np.int32)
+    inputs = {"tokens": rng.integers(0, 16, (8, 12)).astype(np.int32), "segments": segments}
+    batch = {"inputs": inputs, "targets": rng.integers(0, 16, (8, 12)).astype(np.int32), "weights": weights}
+
+    def after_a_step(degrees, accumulation):
+        mesh = jt.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+        model = jt.build_model(sizes, input_shape=(12,))
+        options = dict(mesh=mesh, accumulation_steps=accumulation)
+        step = jt.make_train_step(model, jt.language_modeling(), optax.sgd(0.1), **options)
+        state, metrics = step(step.init(0), batch)
+        return jax.device_get((state.params, {name: metrics[name] for name in ("loss", "router_loss")}))
+
+    params, metrics = after_a_step(degrees, accumulation)
+    expected_params, expected_metrics = after_a_step(dict(data=1), 1)
+    bias, expected = (tree["blocks"]["mlp"]["score_bias"] for tree in (params, expected_params))
+    assert set(np.sign(expected).flat) >= {-1.0, 1.0}
+    np.testing.assert_array_equal(bias, expected)
+    chex.assert_trees_all_close((params, metrics), (expected_params, expected_metrics), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.0), optax.adamw(0.1, weight_decay=0.5)], ids=["sgd", "adamw"])

@@ -11,7 +11,7 @@ import jaxtrain as jt
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import generate_ids
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.ops.state_space import StateInputs, document_numbers, reference_state_space, state_space
+from jaxtrain.ops.state_space import StateInputs, document_numbers, state_space
 
 SIZES: dict[str, Any] = dict(kind="transformer", num_layers=2, embed_dim=12, num_heads=4, head_dim=6)
 SIZES |= dict(position="none", vocab_size=40, state_space=dict(state_dim=5, groups=2, conv_width=3, chunk=8))
@@ -24,6 +24,26 @@ def drawn(groups, length, dtype=jnp.float32, steps=(-4, 0)):
     query, key, value = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     step, decay = np.exp(rng.uniform(*steps, (2, length, 4))), -rng.uniform(0.5, 4, 4)
     return StateInputs(query, key, value, jnp.asarray(step, jnp.float32), jnp.asarray(decay, jnp.float32))
+
+
+def reference_state_space(given, documents_BL):
+    """The recurrence, token by token: float32 [B, L, H, K]."""
+    batch, _, groups, state_dim = given.key.shape
+    heads, width = given.value.shape[2:]
+    same_BL = documents_BL == jnp.pad(documents_BL, ((0, 0), (1, 0)), mode="edge")[:, :-1]
+
+    def advance(state, token):
+        query, key, value, step, same = token
+        keep = jnp.exp(given.decay * step) * same[:, None]
+        written = (step[..., None] * value).reshape(batch, groups, -1, width)
+        state = state * keep.reshape(batch, groups, -1)[..., None, None]
+        state = state + jnp.einsum("bgn,bgrk->bgrkn", key, written)
+        return state, jnp.einsum("bgn,bgrkn->bgrk", query, state).reshape(batch, heads, width)
+
+    floats = [x.astype(jnp.float32) for x in (given.query, given.key, given.value, given.step)]
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (*floats, same_BL))
+    start = jnp.zeros((batch, groups, heads // groups, width, state_dim), jnp.float32)
+    return jnp.moveaxis(jax.lax.scan(advance, start, tokens)[1], 0, 1)
 
 
 @pytest.mark.parametrize(("groups", "chunk", "length"), [(1, 4, 13), (2, 8, 32), (4, 256, 20)])

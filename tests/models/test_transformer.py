@@ -82,7 +82,9 @@ def test_a_window_ends_and_an_encoder_sees_ahead(nets):
 def test_packed_documents_do_not_see_each_other(net):
     segments = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 1, 1, 1]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 0, 1, 2]], np.int32)
-    packed = net({"tokens": TOKENS, "segments": segments, "positions": positions})
+    packed = net({"tokens": TOKENS, "segments": segments})
+    given = net({"tokens": TOKENS, "segments": segments, "positions": positions})
+    np.testing.assert_allclose(given, packed, **CLOSE)
     for row in range(2):
         for segment in range(segments[row].max() + 1):
             here = np.flatnonzero(segments[row] == segment)

@@ -40,16 +40,20 @@ def lion(p, gs, b1, b2, decay):
     return p
 
 
-def adafactor(p, gs, decay):
-    """Not factored (2x2 is below the limit): decay rate 1 - t^-0.8, update clipped to RMS 1, scaled by the RMS of p."""
-    v = np.zeros_like(p)
+def adafactor(p, gs, decay, b1=0.0):
+    """Not factored (2x2 is below the limit): decay rate 1 - t^-0.8, update clipped to RMS 1, scaled by the RMS of p.
+
+    What is averaged by `b1` are updates times their rate, and the decay is not averaged.
+    """
+    v, average = np.zeros_like(p), np.zeros_like(p)
     for t, g in enumerate(gs, 1):
         b2 = 1 - t**-0.8
         v = b2 * v + (1 - b2) * (g * g + 1e-30)
         step = g / np.sqrt(v)
         step = step / max(1.0, np.sqrt(np.mean(step**2)))
         step = step * max(np.sqrt(np.mean(p**2)), 1e-3)
-        p = p - RATE * (step + decay * p)
+        average = b1 * average + (1 - b1) * RATE * step
+        p = p - average - RATE * decay * p
     return p
 
 
@@ -64,6 +68,10 @@ CASES = {
     ),
     "lion with decay": (LionConfig(b1=0.5, b2=0.6, weight_decay=0.2), lambda p, gs: lion(p, gs, 0.5, 0.6, 0.2)),
     "adafactor with decay": (AdafactorConfig(weight_decay=0.2), lambda p, gs: adafactor(p, gs, 0.2)),
+    "adafactor with decay and an average": (
+        AdafactorConfig(b1=0.9, weight_decay=0.2),
+        lambda p, gs: adafactor(p, gs, 0.2, b1=0.9),
+    ),
 }
 
 

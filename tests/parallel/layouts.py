@@ -124,7 +124,14 @@ def make_mesh_of(degrees: dict[str, int]) -> jax.sharding.Mesh:
     return make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[: math.prod(degrees.values())])
 
 
-def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none", policy: str = "fp32") -> TrainStep:
+def make_step(
+    case: Case,
+    where: Layout,
+    accumulation: int,
+    remat: str = "none",
+    policy: str = "fp32",
+    ema_decay: float | None = None,
+) -> TrainStep:
     model = case.model(remat)
     optimizer = build_optimizer(case.optimizer, optax.constant_schedule(case.optimizer.learning_rate), axes=model.axes)
     return make_train_step(
@@ -135,6 +142,7 @@ def make_step(case: Case, where: Layout, accumulation: int, remat: str = "none",
         policy=policy,
         accumulation_steps=accumulation,
         clip_norm=case.clip_norm,
+        ema_decay=ema_decay,
         parallelism=where.options,
     )
 

@@ -64,7 +64,7 @@ def updated(where: Any) -> tuple[Any, Any, str]:
     mesh = make_mesh_of(where.degrees)
     lies = make_layout(MODEL, language_modeling(), mesh, where.options, None)
     start = {kind: jax.eval_shape(optimizer.init, SHAPES) for kind, optimizer in OPTIMIZERS.items()}
-    states = {kind: optimizer_shardings(shapes, SHAPES, lies, also=lies.state_axes) for kind, shapes in start.items()}
+    states = {kind: optimizer_shardings(shapes, SHAPES, lies) for kind, shapes in start.items()}
     params = parameter_shardings(SHAPES, lies)
 
     def update(gradients: Any, state: Any, values: Any) -> tuple[Any, Any]:

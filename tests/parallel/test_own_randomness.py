@@ -21,6 +21,7 @@ from jaxtrain import (
     make_stack,
     make_train_step,
 )
+from jaxtrain.layout.keys import microbatch_key, row_keys
 from jaxtrain.models.layers import dropout
 
 ROWS, WIDTH = 16, 64
@@ -52,6 +53,7 @@ def opaque(x: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
 
 
+@jax.checkpoint  # JAX keeps its trace from the first step on, whatever the microbatches
 def by_row(x: jax.Array, key: jax.Array) -> jax.Array:
     return dropout(x, 0.5, key)
 
@@ -75,9 +77,9 @@ def summed(outputs: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Ar
     return jnp.sum(outputs), jnp.float32(outputs.shape[0]), {}
 
 
-def masks(model: Model, degrees: dict[str, int]) -> np.ndarray:
+def masks(model: Model, degrees: dict[str, int], microbatches: int = 2) -> np.ndarray:
     """The mask of each row, [ROWS, WIDTH]."""
-    options = dict(accumulation_steps=2, parallelism=Parallelism(max_replicated_fraction=1))
+    options = dict(accumulation_steps=microbatches, parallelism=Parallelism(max_replicated_fraction=1))
     step = make_train_step(model, Task("sum", summed), optax.sgd(1.0), mesh=make_mesh_of(degrees), **options)
     state = step.init(0)
     before = np.asarray(state.params["code"])
@@ -109,7 +111,25 @@ def test_every_row_draws_for_itself(make: Callable[[], Model], degrees: dict[str
     assert abs(np.mean(found > 0) - 0.5**draws) < 5 * 0.5 / 32
 
 
-@pytest.mark.long
-def test_drawn_by_row_they_are_the_same_on_every_mesh() -> None:
-    alone, found = (masks(with_stages(by_row, DrawsByRow), degrees) for degrees in (dict(data=1), dict(pipe=2, data=2)))
-    np.testing.assert_array_equal(found, alone)
+@pytest.mark.parametrize(
+    ("degrees", "microbatches"),
+    [
+        pytest.param(dict(data=1), 4, id="accumulation"),
+        pytest.param(dict(data=2), 2, id="accumulation, data", marks=pytest.mark.long),
+        pytest.param(dict(pipe=2, data=2), 4, id="pipe, data", marks=pytest.mark.long),
+    ],
+)
+def test_drawn_by_row_they_are_the_same_on_every_mesh(degrees: dict[str, int], microbatches: int) -> None:
+    alone = masks(with_stages(by_row, DrawsByRow), dict(data=1), 1)
+    np.testing.assert_array_equal(masks(with_stages(by_row, DrawsByRow), degrees, microbatches), alone)
+
+
+def test_keys_of_pairs_follow_from_their_row_and_draws_at_once_from_the_microbatch() -> None:
+    """Two answers stand for a row of the batch; rows of microbatch m of 3 are m, m + 3, m + 6, m + 9."""
+    key = jax.random.key(0)
+    of_batch = jax.random.key_data(row_keys(key, 24)).reshape(4, 3, 2, 2)
+    parts = [microbatch_key(key, jnp.int32(m), np.zeros((3, 4))) for m in range(3)]
+    found = [jax.random.key_data(row_keys(part, 8)).reshape(4, 2, 2) for part in parts]
+    np.testing.assert_array_equal(np.stack(found, axis=1), of_batch)
+    drawn = [float(jax.random.uniform(jax.random.split(part)[1])) for part in parts]
+    assert len(set(drawn)) == 3

@@ -1,7 +1,8 @@
-"""A stack of a user's own module: under ZeRO as on one device."""
+"""A stack of a user's own module: under ZeRO, and on stages in fp16, as on one device."""
 
 from collections.abc import Mapping
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,3 +63,18 @@ def test_a_teacher_takes_no_part_in_the_sums() -> None:
     """A model that calls another one of the same paths while its own stack adds gradients to sums over microbatches."""
     # Float32 sums in another order.
     np.testing.assert_allclose(grad_norms(2, 2, 2), grad_norms(1, 0, 1), rtol=1e-5)
+
+
+def test_stages_in_fp16_move_by_the_gradients_of_one_device() -> None:
+    inputs, targets = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+    moves = []
+    for degrees, policy in ((dict(data=1), "fp32"), (dict(pipe=2), "fp16")):
+        options = dict(mesh=make_mesh_of(degrees), policy=policy)
+        step = jt.make_train_step(net(), jt.regression(), optax.sgd(1.0), **options)
+        state = step.init(0)
+        before = jax.tree.map(np.array, state.params)
+        state, metrics = step(state, {"inputs": inputs, "targets": targets})
+        moves.append(jax.tree.map(lambda new, old: np.array(new) - old, state.params, before))
+        assert metrics["grad_norm"] > 0.1
+    # float16 rounds activations and gradients to 11 bits.
+    chex.assert_trees_all_close(moves[1], moves[0], rtol=1e-2, atol=2e-3)

@@ -200,13 +200,14 @@ def test_fp16_recovers_from_a_scale_that_is_far_too_high() -> None:
 
 @functools.cache
 def losses_of(policy: str) -> tuple[list[float], Any, set[Any], set[Any]]:
-    """Ten losses of the transformer, their dtype, and the dtypes of parameters and of moments after them."""
+    """Ten losses of the transformer and the norm of its first gradients, the dtype of losses, and those of parameters
+    and of moments after them."""
     step = make_train_step(transformer(), language_modeling(), optax.adam(1e-3), mesh=one_device(), policy=policy)
     step.compile(tokens())  # so that a state whose dtypes move would be an error
     state, metrics, losses = step.init(0), {}, []
     for k in range(10):
         state, metrics = step(state, tokens(k % 2))
-        losses.append(float(metrics["loss"]))
+        losses += [float(metrics["loss"])] if k else [float(metrics["loss"]), float(metrics["grad_norm"])]
     moments = {leaf.dtype for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim}
     return losses, metrics["loss"].dtype, {leaf.dtype for leaf in jax.tree.leaves(state.params)}, moments
 
@@ -243,8 +244,8 @@ def test_bf16_computes_matmuls_in_bf16_and_softmax_in_fp32() -> None:
 def test_dropout_differs_between_steps_repeats_between_runs_and_is_the_same_on_every_mesh() -> None:
     """Keys derive from the state's key and step: two runs agree, and a batch seen twice is not treated alike."""
     losses = []
-    for mesh in (one_device(), make_mesh(data=4, tensor=2)):
-        step = make(mlp(dropout=0.5), optimizer=optax.sgd(0.0), mesh=mesh)
+    for mesh, accumulation in ((one_device(), 1), (make_mesh(data=4, tensor=2), 1), (make_mesh(data=4, tensor=2), 2)):
+        step = make(mlp(dropout=0.5), optimizer=optax.sgd(0.0), mesh=mesh, accumulation_steps=accumulation)
         for _ in range(2):
             state = step.init(0)
             for _ in range(2):
@@ -252,7 +253,8 @@ def test_dropout_differs_between_steps_repeats_between_runs_and_is_the_same_on_e
                 losses.append(float(metrics["loss"]))
     assert losses[:2] == losses[2:4]
     assert losses[0] != losses[1]
-    assert losses[4:] == pytest.approx(losses[:4], rel=1e-6)
+    assert losses[4:8] == pytest.approx(losses[:4], rel=1e-6)
+    assert losses[8:] == pytest.approx(losses[:4], rel=1e-6)
 
 
 OPTIMIZERS = ["adamw", "adafactor", "muon", "adamw bfloat16", "adamw int8"]

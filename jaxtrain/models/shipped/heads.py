@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.model import HeadConfig, TransformerConfig
-from jaxtrain.layout.sharding import constrain, row_numbers
+from jaxtrain.layout.keys import row_keys
+from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import ACTIVATIONS, Linear, Norm
 from jaxtrain.models.shipped.shapes import head_norm_name, head_shapes, size_of
@@ -36,8 +37,8 @@ def head_inputs(
     if head.is_pooled and head.pooling != "first":
         pooling_BL = constrain(_pooling_weights(head.pooling, shape, segments_BL), "batch", "sequence")
     if head.dropout and key is not None:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_numbers(shape[0]))
-        bits_B2 = jax.vmap(lambda row_key: jax.random.bits(row_key, (2,), jnp.uint16))(keys)
+        draw = jax.vmap(lambda row_key: jax.random.bits(row_key, (2,), jnp.uint16))
+        bits_B2 = draw(row_keys(key, shape[0]))
         seed_B2 = constrain(bits_B2.astype(jnp.float32), "batch", None)
     return HeadInputs(pooling_BL, seed_B2)
 

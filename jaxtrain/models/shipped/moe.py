@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.model import TransformerConfig
-from jaxtrain.layout.sharding import constrain, sum_over_shards
+from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.initializers import INIT_STDDEV, normal
 from jaxtrain.models.layers import scaled
 from jaxtrain.models.shipped.shapes import mlp_shapes, router_shape
@@ -30,25 +30,23 @@ class Routing:
     # Share of the routed slots that the busiest expert got, times the number of experts: 1 where all get equally many.
     busiest: jax.Array
     unused: jax.Array  # share of the experts that got no token
-    tokens: jax.Array  # tokens that are routed over all devices, float32 []; of one layer, as all have the same
 
     @staticmethod
-    def none(tokens_BL: jax.Array, segments_BL: jax.Array | None) -> "Routing":
-        """Return zeros beside the number of tokens: the value before the first layer."""
+    def none(tokens_BL: jax.Array) -> "Routing":
+        """Return zeros: the value before the first layer."""
         zeros_BL = constrain(jnp.zeros(tokens_BL.shape, jnp.float32), "batch", "sequence")
-        real = tokens_BL.size if segments_BL is None else jnp.sum(segments_BL != 0)
-        return Routing(zeros_BL, jnp.float32(0), jnp.float32(0), sum_over_shards(jnp.asarray(real, jnp.float32)))
+        return Routing(zeros_BL, jnp.float32(0), jnp.float32(0))
 
     @staticmethod
     def of(loss_BL: jax.Array, load_E: jax.Array) -> "Routing":
         """The value of one layer."""
         busiest, unused = jnp.max(load_E) * load_E.size, jnp.mean((load_E == 0).astype(jnp.float32))
-        return Routing(loss_BL, busiest, unused, jnp.float32(0))
+        return Routing(loss_BL, busiest, unused)
 
     def outputs(self, num_layers: int, *, train: bool) -> dict[str, jax.Array]:
         """What the model gives its task besides the logits: means over the layers, and in training the summed loss."""
         means = {"expert_busiest": self.busiest / num_layers, "experts_unused": self.unused / num_layers}
-        return {"router_loss": self.loss_BL, "router_tokens": self.tokens, **means} if train else means
+        return {"router_loss": self.loss_BL, **means} if train else means
 
 
 class Kernel(nnx.Module):

@@ -61,12 +61,25 @@ def check_entries(inputs: Any, kind: str, *, needs: tuple[str, ...], takes: tupl
 
 
 def _read(inputs: Any, config: TransformerConfig) -> dict[str, jax.Array]:
-    """The entries of a batch's inputs [B, L]; `positions` [1, L] are the indices in the row where it gives none."""
+    """The entries of a batch's inputs [B, L], and `positions` [B or 1, L] of their own where it gives none."""
     inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
     others = ("positions", "segments", "token_types") if config.token_types else ("positions", "segments")
     check_entries(inputs, "transformer", needs=("tokens",), takes=others)
     given = {name: value for name, value in inputs.items() if value is not None}
-    return {"positions": jnp.arange(inputs["tokens"].shape[1])[None], **given}
+    return {"positions": _positions(inputs["tokens"], inputs.get("segments"), config), **given}
+
+
+def _positions(tokens_BL: jax.Array, segments_BL: jax.Array | None, config: TransformerConfig) -> jax.Array:
+    """Indices in the row; they begin again in each segment if more than the distance of two tokens counts."""
+    indices_1L = jnp.arange(tokens_BL.shape[1])[None]
+    is_chunked = config.local_layers is not None and config.local_layers.chunked
+    is_absolute = config.position == "learned" or config.attention_temperature is not None or is_chunked
+    if segments_BL is None or not is_absolute:
+        return indices_1L
+    # Counted: comparing neighbours of a sharded row would permute data between devices inside a pipeline's stage.
+    keys_BS = constrain(segments_BL, "batch", None)
+    is_earlier_LS = indices_1L < indices_1L.T
+    return jnp.sum((segments_BL[:, :, None] == keys_BS[:, None]) & is_earlier_LS, axis=-1, dtype=jnp.int32)
 
 
 class Transformer(nnx.Module):
@@ -248,7 +261,7 @@ def _embed(
     needs = head_inputs(config.head, tokens_BL.shape, segments_BL, head_key)
     beside: dict[str, Any] = {}
     if config.experts is not None:
-        beside["routing"] = Routing.none(tokens_BL, segments_BL)
+        beside["routing"] = Routing.none(tokens_BL)
     beside |= {"head": needs} if jax.tree.leaves(needs) else {}
     # Every stage of a pipeline needs it, and only the first has the table.
     bias_HW = relative_bias(module.relative_positions, config, length - 1)
@@ -289,9 +302,9 @@ def transformer(
     """Make the transformer as a `Model`.
 
     Its inputs are int32 tokens [B, L], or a dict of `tokens`, and optionally `positions`, `segments` (packed documents
-    or padding) and `token_types` [B, L]. Its outputs are logits [B, L, V] in the compute dtype; with experts they are a
-    dict of `logits` and the entries of `Routing.outputs`. Another head gives one array: labels or numbers [B, C],
-    labels per token [B, L, C], or embeddings [B, D].
+    or padding) and `token_types` [B, L]. Without `positions` they begin again in each segment. Its outputs are logits
+    [B, L, V] in the compute dtype; with experts they are a dict of `logits` and the entries of `Routing.outputs`.
+    Another head gives one array: labels or numbers [B, C], labels per token [B, L, C], or embeddings [B, D].
     """
     vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
     labels = None if config.head is None else num_labels(config.head, num_outputs)
