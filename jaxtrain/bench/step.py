@@ -179,7 +179,7 @@ def _host_seconds(
             if pending is not None:
                 int(pending[0]["skipped_in_a_row"])
                 rows.append((clock.done(pending[1], waited), pending[1]))
-                meter.record(number, *rows[-1])
+                meter.record(*rows[-1], {})
             pending = metrics, waited
             # Rows of images take longer to draw than a step.
             if len(rows) > _LEAST_STEPS and time.perf_counter() - began > budget_seconds:
