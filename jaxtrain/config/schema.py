@@ -258,7 +258,7 @@ class LoggingConfig(Group):
     """Where metrics are written in addition to metrics.jsonl."""
 
     every: PositiveInt = 10
-    """Steps between logged rows of metrics."""
+    """Steps between logged rows of metrics; a row has the mean loss of the steps since the row before."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False

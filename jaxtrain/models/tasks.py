@@ -225,9 +225,9 @@ def _class_metric(name: str, logits: jax.Array, targets: jax.Array, weights: jax
     classes = logits.shape[-1]
     said, meant = (jax.nn.one_hot(ids, classes) for ids in (jnp.argmax(logits, axis=-1), targets))
     right, named, there = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
-    ratios = {"precision": (right, named), "recall": (right, there), "f1": (2 * right, named + there)}
-    total, weight = ratios[name]
     occurs = named + there
+    ratios = {"precision": (right, named), "recall": (right, there), "f1": (2 * right, occurs)}
+    total, weight = ratios[name]
     if classes == 2:
         # Of two classes, people mean the second one.
         return {name: (total[1:], jnp.stack([weight[1:], jnp.sum(occurs, keepdims=True)]))}

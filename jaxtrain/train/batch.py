@@ -173,7 +173,11 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
             if isinstance(weights, np.ndarray) and weights.shape == ids.shape[: weights.ndim]:
                 wrong &= weights.reshape(*weights.shape, *[1] * (ids.ndim - weights.ndim)) != 0
             if (ids[wrong] < 0).any():
-                remedy = "only -100 is ignored; number classes from 0: np.unique(labels, return_inverse=True)[1]"
+                remedy = (
+                    "write -100 where there is no target, and number classes from 0, as "
+                    "np.unique(labels, return_inverse=True)[1] does"
+                )
         if wrong.any():
-            first = int(ids[wrong][0])
-            raise DataError(f"{where} holds {name} of {first}, but the model has ids 0 to {limit - 1}; {remedy}")
+            raise DataError(
+                f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}; {remedy}"
+            )

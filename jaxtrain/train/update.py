@@ -19,7 +19,14 @@ from jaxtrain.train.state import StepProgram, StepSettings, TrainState, floating
 Metrics = dict[str, jax.Array]
 # What a step reports besides its loss and the metrics of the task.
 STEP_METRICS = (
-    *("grad_norm", "weight", "skipped_steps", "skipped_in_a_row", "spiked", "spikes", "learning_rate", "loss_scale"),
+    "grad_norm",
+    "weight",
+    "skipped_steps",
+    "skipped_in_a_row",
+    "spiked",
+    "spikes",
+    "learning_rate",
+    "loss_scale",
 )
 # Arrays of fewer elements are summed in microseconds.
 _LARGE = 2**16
