@@ -169,7 +169,7 @@ def _host_seconds(
     loaded, began = prefetch(load, 0, _HOST_STEPS), time.perf_counter()
     try:
         pending: tuple[Any, float] | None = None  # as the loop of a run: step k is read once step k + 1 is dispatched
-        for number in range(_HOST_STEPS):
+        for _ in range(_HOST_STEPS):
             asked = time.perf_counter()
             batch = next(loaded)
             waited = time.perf_counter() - asked
@@ -179,7 +179,7 @@ def _host_seconds(
             if pending is not None:
                 int(pending[0]["skipped_in_a_row"])
                 rows.append((clock.done(pending[1], waited), pending[1]))
-                meter.record(number, *rows[-1])
+                meter.record(*rows[-1], values={"loss": pending[0]["loss"].item()})
             pending = metrics, waited
             # Rows of images take longer to draw than a step.
             if len(rows) > _LEAST_STEPS and time.perf_counter() - began > budget_seconds:

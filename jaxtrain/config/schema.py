@@ -25,6 +25,8 @@ from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.errors import ConfigError
 
+# The integer target that no loss counts.
+IGNORED = -100
 # The mesh axes, outermost first: the axes that communicate least cross the slowest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
@@ -188,9 +190,13 @@ class CheckpointConfig(Group):
         return place
 
 
-# Of the shipped tasks; metrics of other names are an accuracy or are taken for something that falls.
-_HIGHER_IS_BETTER = ("eval_margin", "eval_chosen_reward", "eval_chosen_score")
-_ACCURACY = re.compile("(?<!in)accuracy", re.IGNORECASE)
+# Whether higher values of a metric are better, by the words at the end of its name (without numbers after them).
+_HIGHER_IS_BETTER = {
+    **dict.fromkeys(("accuracy", "precision", "recall", "f1", "auc", "r2", "iou", "bleu"), True),
+    **dict.fromkeys(("eval_top", "eval_margin", "eval_chosen_reward", "eval_chosen_score"), True),
+    **dict.fromkeys(("loss", "cross_entropy", "perplexity", "mse", "rmse", "mae", "huber", "error"), False),
+    **dict.fromkeys(("eval_rejected_reward", "eval_rejected_score"), False),
+}
 
 
 class EarlyStoppingConfig(Group):
@@ -203,14 +209,26 @@ class EarlyStoppingConfig(Group):
     min_delta: NonNegative = 0.0
     """Smallest change that counts as an improvement (it must be larger than this)."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether lower (min) or higher (max) values are better; auto: max for accuracies, min for others."""
+    """Whether lower (min) or higher (max) values are better; auto: as the name says (docs/training.md)."""
 
+    @property
+    def is_higher_better(self) -> bool:
+        """Whether higher values of the metric are better."""
+        if self.mode != "auto":
+            return self.mode == "max"
+        words = re.sub(r"(_\d+)+$", "", self.metric.lower()).split("_")
+        for first in range(len(words)):
+            direction = _HIGHER_IS_BETTER.get("_".join(words[first:]))
+            if direction is not None:
+                return direction
+        raise ValueError(
+            f"whether higher or lower values of metric={self.metric} are better is not known; set mode=max or mode=min"
+        )
 
-def is_higher_better(metric: str, mode: str | None) -> bool:
-    """Whether higher values of a metric of metrics.jsonl are better, under the mode of early stopping (None: auto)."""
-    if mode in ("min", "max"):
-        return mode == "max"
-    return metric in _HIGHER_IS_BETTER or _ACCURACY.search(metric) is not None
+    @model_validator(mode="after")
+    def _has_a_direction(self) -> Self:
+        _ = self.is_higher_better
+        return self
 
 
 class EvaluationConfig(Group):
@@ -240,7 +258,7 @@ class LoggingConfig(Group):
     """Where metrics are written in addition to metrics.jsonl."""
 
     every: PositiveInt = 10
-    """Steps between logged rows of metrics."""
+    """Steps between logged rows of metrics; a row has the mean loss of the steps since the row before."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False

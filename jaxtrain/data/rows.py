@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 
+from jaxtrain.config.schema import IGNORED
 from jaxtrain.data.files import add_note
 from jaxtrain.data.permutation import Span, evaluated_numbers, permuted
 from jaxtrain.data.tokenizer import Tokenizer
@@ -22,9 +23,6 @@ from jaxtrain.runtime.tree import path_name
 
 # Entry -> array, or a nested dict of arrays.
 Row = dict[str, Any]
-
-# A target that the loss ignores.
-IGNORED = -100
 
 # Rows by which it is judged whether float32 tells numbers apart, at least and at most, and the part of their range that
 # rounding may change.
@@ -422,7 +420,7 @@ def shown_rows(rows: Any, count: int, tokenizer: Tokenizer | None) -> Iterator[d
         is_known = len(shape) == 1 or (len(shape) == 2 and shape[0] == 2)
         if not is_known or inputs.dtype.kind not in "iu" or shape != getattr(targets, "shape", None):
             raise DataError("rows can be shown only if their targets are tokens, one per input token")
-        trained = targets >= 0
+        trained = targets != IGNORED
         if row.get("weights") is not None:
             trained &= np.broadcast_to(row["weights"] > 0, shape)
         if len(shape) == 2:
@@ -443,7 +441,7 @@ def _part(
         end = int(np.flatnonzero(trained)[-1]) + 1
         inputs, targets, trained = inputs[:end], targets[:end], trained[:end]
     ids = np.concatenate([inputs[:1], targets])
-    # A target that is left out by a negative number is still there as the next input.
+    # A target that is ignored is still there as the next input.
     ids[1:-1] = inputs[1:]
     has_loss = np.concatenate([[False], trained])
     borders = [0, *(np.flatnonzero(np.diff(has_loss)) + 1).tolist(), len(ids)]

@@ -1,14 +1,15 @@
 """Rates of a run (tokens per second, step time, wait for data, MFU) and where its wall time goes, by host times."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import median
+from statistics import fmean, median
 from typing import Literal, get_args
 
 
 class Meter:
-    """Collects step times and computes rates from them for each logged row; it uses no clock and no device.
+    """Collects the steps of a logged row, and computes rates and means of them; it uses no clock and no device.
 
     `units_per_step` are tokens or examples in a global batch (of padded rows, a mean without padding), `flops_per_step`
     those of its forward and backward pass, `peak_flops` the dense peak of all devices together; None: not known.
@@ -28,11 +29,20 @@ class Meter:
         self.peak_flops = peak_flops
         self._step_seconds: list[float] = []
         self._data_wait_seconds: list[float] = []
+        self._values: dict[str, list[float]] = {}
 
-    def record(self, step: int, seconds: float, data_wait_seconds: float) -> None:
-        """Add a step to the window: its wall time since the end of the previous one, and the wait for data in it."""
+    def record(self, seconds: float, data_wait_seconds: float, values: Mapping[str, float]) -> None:
+        """Add a step to the window.
+
+        Args:
+            seconds: wall time since the end of the previous step.
+            data_wait_seconds: the wait for data in it.
+            values: name -> number; a row has the means.
+        """
         self._step_seconds.append(seconds)
         self._data_wait_seconds.append(data_wait_seconds)
+        for name, value in values.items():
+            self._values.setdefault(name, []).append(value)
 
     def rates(self) -> dict[str, float | None]:
         """Rates over the window since the last `row`, by their names of metrics.jsonl; None where one is not known.
@@ -55,7 +65,6 @@ class Meter:
         self,
         step: int,
         *,
-        loss: float,
         grad_norm: float,
         learning_rate: float | None,
         skipped_steps: int,
@@ -64,14 +73,17 @@ class Meter:
     ) -> dict[str, float | int | None]:
         """Make the row of `metrics.jsonl` for a step, in the order in which it is written, and begin a new window.
 
+        The loss and the other recorded values are means over the steps of the window where they were finite.
         `step` and `skipped_steps` count those of all processes of the run; `grad_norm` is global, before clipping.
         """
         rates = self.rates()
+        means = {name: _finite_mean(values) for name, values in self._values.items()}
         self._step_seconds.clear()
         self._data_wait_seconds.clear()
+        self._values.clear()
         return {
             "step": step,
-            "loss": loss,
+            "loss": means.pop("loss"),
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             self.unit: round(step * self.units_per_step),
@@ -79,7 +91,14 @@ class Meter:
             "device_memory_bytes": device_memory_bytes,
             "skipped_steps": skipped_steps,
             **(more or {}),
+            **means,
         }
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    """Return the mean of the finite values, or the last value where none is finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else values[-1]
 
 
 Part = Literal[

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import shown
+from jaxtrain.config.schema import IGNORED
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.models.model import Apply, ModelState, Params
-from jaxtrain.ops.loss.cross_entropy import DeferredLogits
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, id_weights
 
 Batch = Mapping[str, Any]
-# name -> (sum, weight), or (total, None) for what is not divided.
+# name -> (sum, weight), or (total, None) for what is not divided. A sum [C] with weights [2, C] is a mean over
+# classes (`sum_ratios`).
 Sums = dict[str, tuple[jax.Array, jax.Array | None]]
 # Weighted sum of the loss and its weight, float32 [], and metric sums.
 TaskSums = tuple[jax.Array, jax.Array, Sums]
@@ -254,6 +256,20 @@ def divisor(weight: jax.Array) -> jax.Array:
     return jnp.where(weight != 0, weight, 1)
 
 
+def sum_ratios(total: Any, weight: Any) -> tuple[Any, Any]:
+    """Return the sum and the weight of a mean over classes, and every other sum and weight as they are.
+
+    Args:
+        total: NumPy or jax array, [C] for a mean over classes.
+        weight: array or None; [2, C] for a mean over classes: what the total of each class is divided by, where 0 makes
+            the ratio 0, and what is not 0 for the classes that the mean is over.
+    """
+    if weight is None or total.ndim != 1 or weight.shape != (2, *total.shape):
+        return total, weight
+    ratios = total / (weight[0] + (weight[0] == 0))
+    return ratios.sum(), (weight[1] != 0).sum()
+
+
 def task_sums(task: Task, outputs: Any, batch: Batch, *, train: bool) -> TaskSums:
     """Compute the loss of a task, its weight and its metrics, in a train step or in evaluation.
 
@@ -388,11 +404,11 @@ def _broadcast(weights: Any, shape: tuple[int, ...], what: str) -> jax.Array:
 
 
 def target_weights(batch: Batch) -> jax.Array:
-    """Weigh each target of a batch: by its `weights` or 1, and by 0 where the target is negative.
+    """Weigh each target of a batch: by its `weights` or 1, and by 0 where the target is the integer -100.
 
     Args:
-        batch: `targets` of any shape; integers below 0 (-100, say) are ignored, as everywhere in the field. Optional
-            `weights` of the same shape, or of its first dimensions ([B] for targets [B, L]).
+        batch: `targets` of any shape; other negative integers are targets like all others. Optional `weights` of the
+            same shape, or of its first dimensions ([B] for targets [B, L]).
 
     Returns:
         float32, of the shape of the targets.
@@ -404,8 +420,12 @@ def target_weights(batch: Batch) -> jax.Array:
         >>> jt.target_weights({"targets": jnp.array([2, -100, 0])}).tolist()
         [1.0, 0.0, 1.0]
     """
-    weights, targets = broadcast_weights(batch), batch["targets"]
-    return jnp.where(targets < 0, 0.0, weights) if jnp.issubdtype(targets.dtype, jnp.integer) else weights
+    weights = broadcast_weights(batch)
+    targets = batch["targets"]
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        return weights
+    # 8 bits without a sign hold no -100 to compare with.
+    return jnp.where(targets.astype(jnp.int32) == IGNORED, 0.0, weights)
 
 
 def broadcast_weights(batch: Batch) -> jax.Array:
@@ -427,7 +447,7 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
         shape = (*logits.hidden.shape[:-1], logits.vocabulary)
     elif not shape or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ConfigError(f"{task} needs logits [B, ..., classes] from the model, which gives {shown(logits)}")
-    weights, targets = target_weights(batch), batch["targets"]
+    weights, targets = broadcast_weights(batch), batch["targets"]
     if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != shape[:-1]:
         raise ConfigError(
             f"{task}: targets {targets.dtype.name}{list(targets.shape)} do not fit logits {list(shape)}; give class "
@@ -436,8 +456,7 @@ def checked_ids(task: str, logits: Any, batch: Batch) -> tuple[jax.Array, jax.Ar
     # The number of classes may not fit into the 8 or 16 bits that ids are stored in.
     targets = targets.astype(jnp.int32)
     # Host arrays with such ids are refused when they are read. On the device a number cannot raise, but NaN is seen.
-    weights = jnp.where((targets >= shape[-1]) & (weights != 0), jnp.nan, weights)
-    return jnp.clip(targets, 0, shape[-1] - 1), weights
+    return jnp.clip(targets, 0, shape[-1] - 1), id_weights(targets, weights, num_ids=shape[-1])
 
 
 def num_classes(outputs: Any) -> int:

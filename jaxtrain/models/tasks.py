@@ -35,15 +35,13 @@ ERRORS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "mae": lambda outputs, targets: jnp.abs(outputs - targets),
     "huber": optax.losses.huber_loss,
 }
-# Beginning of the name of a metric [C] of which the mean over classes is reported.
-MACRO = "macro_"
 LogitsAs = Literal["auto", "whole", "tokens", "vocabulary"]
 
 
 def language_modeling(*, z_loss: float | None = None, logits: LogitsAs = "auto", block: int | None = None) -> Task:
     """Predict the next token: logits [B, L, V] or deferred, `targets` int32 [B, L], optional `weights` [B, L] or [B].
 
-    Negative targets are ignored.
+    Targets of -100 are ignored.
 
     A model with experts gives a dict: `logits`, in training also `router_loss` [B, L], whose mean is added to the loss,
     and numbers that are reported as they are. In steps of a `Model` with `has_experts` the mean is over all tokens of
@@ -151,11 +149,12 @@ def classification(
 ) -> Task:
     """Predict one class per row or position: logits [B, ..., C], `targets` int32 [B, ...], optional `weights`.
 
-    Weights are of the shape of the targets, or [B]. Negative targets are ignored.
+    Weights are of the shape of the targets, or [B]. Targets of -100 are ignored.
 
     Args:
         metrics: what is reported: accuracy, top_K ("top_5"), precision, recall, f1; the last three of class 1 where
-            there are two, else as the mean over the classes that occur (`macro_f1`).
+            there are two, else as the mean over the classes that occur in targets or predictions (`macro_f1`). A ratio
+            of nothing is 0, as in scikit-learn.
         label_smoothing: share of the probability that is spread over all classes, from 0 to below 1.
         class_weights: what a target of each class weighs in the loss, C numbers; None: 1. Metrics count rows alike.
 
@@ -218,7 +217,7 @@ _CLASS_METRICS = ("accuracy", "precision", "recall", "f1")
 
 
 def _class_metric(name: str, logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-    """A metric of classes; precision, recall and f1 of more than two are of each, under names with `MACRO`."""
+    """The sums of a metric of classes; precision, recall and f1 are of class 1 of two, else means over all."""
     if name == "accuracy":
         return {name: (weight_of_right(logits, targets, weights), jnp.sum(weights))}
     if name not in _CLASS_METRICS:
@@ -228,10 +227,13 @@ def _class_metric(name: str, logits: jax.Array, targets: jax.Array, weights: jax
     classes = logits.shape[-1]
     said, meant = (jax.nn.one_hot(ids, classes) for ids in (jnp.argmax(logits, axis=-1), targets))
     right, named, there = (jnp.einsum("...c,...->c", one, weights) for one in (said * meant, said, meant))
-    ratios = {"precision": (right, named), "recall": (right, there), "f1": (2 * right, named + there)}
+    occurs = named + there
+    ratios = {"precision": (right, named), "recall": (right, there), "f1": (2 * right, occurs)}
     total, weight = ratios[name]
-    # Of two classes, people mean the second one.
-    return {name: (total[1], weight[1])} if classes == 2 else {f"{MACRO}{name}": (total, weight)}
+    if classes == 2:
+        # Of two classes, people mean the second one.
+        return {name: (total[1:], jnp.stack([weight[1:], jnp.sum(occurs, keepdims=True)]))}
+    return {f"macro_{name}": (total, jnp.stack([weight, occurs]))}
 
 
 def regression(loss: Literal["mse", "mae", "huber"] = "mse", *, metrics: Sequence[str] = ()) -> Task:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.schema import Config, EarlyStoppingConfig, is_higher_better
+from jaxtrain.config.schema import Config, EarlyStoppingConfig
 from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import read_rows
@@ -103,12 +103,12 @@ class EarlyStopping:
         metric: of the evaluation, under its name in metrics.jsonl.
         patience: evaluations in a row without a better value after which the run stops.
         min_delta: a value is better if it differs from the best one by more than this.
-        mode: whether lower (min) or higher (max) values are better. auto: higher ones of an accuracy and of the margin
-            and the chosen answers of preferences, lower ones of all others.
+        mode: whether lower (min) or higher (max) values are better. auto: as the end of the name says, for metrics of
+            shipped tasks and others such as `auc`; a metric of another name is refused without a mode.
 
     Example:
-        >>> jt.EarlyStopping("eval_f1", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
-        EarlyStopping(metric='eval_f1', patience=5, min_delta=0.0, mode='max')
+        >>> jt.EarlyStopping("eval_gain", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
+        EarlyStopping(metric='eval_gain', patience=5, min_delta=0.0, mode='max')
     """
 
     metric: str = "eval_loss"
@@ -152,7 +152,7 @@ def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> tuple[
 
 def _score(rule: EarlyStoppingConfig, value: float) -> float:
     """A number that is lower for better values of the metric; infinite for a value that is not finite."""
-    sign = -1.0 if is_higher_better(rule.metric, rule.mode) else 1.0
+    sign = -1.0 if rule.is_higher_better else 1.0
     return sign * value if math.isfinite(value) else math.inf
 
 
@@ -256,7 +256,7 @@ class Watch:
             if best_step is not None:
                 best = f"the best is {self._evaluations[best_step]:.4g} at step {best_step}"
             count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
-            better = "higher" if is_higher_better(rule.metric, rule.mode) else "lower"
+            better = "higher" if rule.is_higher_better else "lower"
             self.status = EARLY_STOPPED
             self.reason = f"{rule.metric} did not improve in {count} ({better} is better), {best}"
 

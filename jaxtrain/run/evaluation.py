@@ -15,8 +15,7 @@ from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, task_sums
-from jaxtrain.models.tasks import MACRO
+from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, sum_ratios, task_sums
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.runtime.distributed import compiled_by_all
@@ -144,8 +143,7 @@ class Evaluator:
                 # A total has no weight: it is added up and not divided.
                 by = None if weight is None else before[1] + np.asarray(weight, np.float64)
                 totals[name] = (before[0] + np.asarray(total, np.float64), by)
-        means = {f"eval_{name}": _mean(total, weight) for name, (total, weight) in totals.items()}
-        means |= {name: float(np.nanmean(means[name])) for name in means if name.startswith(f"eval_{MACRO}")}
+        means = {f"eval_{name}": _mean(*sum_ratios(*sums)) for name, sums in totals.items()}
         if self._task.name == "language_modeling" and "eval_loss" in means:
             means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
         return means

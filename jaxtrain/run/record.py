@@ -27,6 +27,7 @@ from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.assemble import Run
+from jaxtrain.train.update import STEP_METRICS
 
 
 class RunRecord:
@@ -171,7 +172,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
 
 
 class StepLog:
-    """Measures every step and logs some of them."""
+    """Measures every step and logs some of them, with the means of the loss and the metrics since the row before."""
 
     def __init__(self, run: Run, *, meter: Meter, record: RunRecord, progress: Progress, start: int) -> None:
         self._meter, self._record, self._progress = meter, record, progress
@@ -182,7 +183,9 @@ class StepLog:
 
     def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         """Take note of a step that is done."""
-        self._meter.record(number, seconds, waited)
+        # The step is done: nothing waits for its numbers. Arrays are those of the logged step, as they may be large.
+        averaged = [name for name, value in metrics.items() if name not in STEP_METRICS and not value.ndim]
+        self._meter.record(seconds, waited, {name: metrics[name].item() for name in averaged})
         self._record.spent.add("steps", seconds - waited)
         self._record.spent.add("waiting for data", waited)
         if number % self._every == 0 or number in self._always:
@@ -201,9 +204,9 @@ class StepLog:
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         self._unlogged = None
         values = flat_scalars(jax.device_get(dict(metrics)))
-        standard = {name: values.pop(name) for name in ("loss", "grad_norm", "skipped_steps")}
+        standard = {name: values.pop(name) for name in ("grad_norm", "skipped_steps")}
         standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
-        for name in ("weight", "skipped_in_a_row", "spiked"):
+        for name in ("loss", "weight", "skipped_in_a_row", "spiked"):
             values.pop(name, None)
         self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
         self._record.scalars(number, self.row)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import shown
+from jaxtrain.config.schema import IGNORED
 from jaxtrain.data.batches import check_bits
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
@@ -153,7 +154,7 @@ def _id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
     """Raise a `DataError` at ids that the model does not have, or integers that jax would truncate to 32 bits.
 
-    Of NumPy arrays alone. `limits`: entry -> number of ids it may hold; negative `targets`, and those of weight 0, are
+    Of NumPy arrays alone. `limits`: entry -> number of ids it may hold; `targets` of -100, and those of weight 0, are
     ignored. `where` is the batch in the message.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
@@ -164,13 +165,19 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
         ids = ids.get("tokens") if isinstance(ids, Mapping) else ids
         if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
             continue
-        wrong = ids >= limit if name == "targets" else (ids >= limit) | (ids < 0)
-        weights = batch.get("weights")
-        if name == "targets" and isinstance(weights, np.ndarray) and weights.shape == ids.shape[: weights.ndim]:
-            wrong &= weights.reshape(*weights.shape, *[1] * (ids.ndim - weights.ndim)) != 0
+        wrong = (ids >= limit) | (ids < 0)
+        remedy = "fix the data, or give the model more outputs or a larger vocabulary"
+        if name == "targets":
+            wrong &= ids != IGNORED
+            weights = batch.get("weights")
+            if isinstance(weights, np.ndarray) and weights.shape == ids.shape[: weights.ndim]:
+                wrong &= weights.reshape(*weights.shape, *[1] * (ids.ndim - weights.ndim)) != 0
+            if (ids[wrong] < 0).any():
+                remedy = (
+                    "write -100 where there is no target, and number classes from 0, as "
+                    "np.unique(labels, return_inverse=True)[1] does"
+                )
         if wrong.any():
-            more = "; negative targets are ignored" if name == "targets" else ""
             raise DataError(
-                f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}{more}; "
-                "fix the data, or give the model more outputs or a larger vocabulary"
+                f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}; {remedy}"
             )

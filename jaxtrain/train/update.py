@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.models.task import Sums, divisor
-from jaxtrain.models.tasks import MACRO
+from jaxtrain.models.task import Sums, divisor, sum_ratios
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
 from jaxtrain.precision.policy import cast_floats
@@ -18,6 +17,17 @@ from jaxtrain.train.spikes import SpikeHistory
 from jaxtrain.train.state import StepProgram, StepSettings, TrainState, floating_leaves
 
 Metrics = dict[str, jax.Array]
+# What a step reports besides its loss and the metrics of the task.
+STEP_METRICS = (
+    "grad_norm",
+    "weight",
+    "skipped_steps",
+    "skipped_in_a_row",
+    "spiked",
+    "spikes",
+    "learning_rate",
+    "loss_scale",
+)
 # Arrays of fewer elements are summed in microseconds.
 _LARGE = 2**16
 _SLICES = 16
@@ -194,8 +204,11 @@ def average_decay(decay: float, updates: jax.Array) -> jax.Array:
 
 def mean_metrics(sums: Sums) -> Metrics:
     """name -> sum / weight, NaN where the weight is 0; totals, which have no weight, as they are."""
-    means = {name: total if weight is None else _mean_or_nan(total, weight) for name, (total, weight) in sums.items()}
-    return {name: jnp.nanmean(one) if name.startswith(MACRO) else one for name, one in means.items()}
+    means = {}
+    for name, pair in sums.items():
+        total, weight = sum_ratios(*pair)
+        means[name] = total if weight is None else _mean_or_nan(total, weight)
+    return means
 
 
 def _mean_or_nan(total: jax.Array, weight: jax.Array) -> jax.Array:

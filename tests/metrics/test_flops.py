@@ -1,6 +1,7 @@
 """Model FLOPs against published counts, and the table of peaks."""
 
 import functools
+import json
 
 import pytest
 
@@ -194,6 +195,21 @@ def test_an_mlp_with_frozen_layers_counts_what_is_left_of_the_backward_pass():
 )
 def test_peaks(kind, policy, peak):
     assert peak_flops(kind, policy) == peak
+
+
+def test_a_pair_of_answers_counts_two_texts(tmp_path):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 8))
+    words = [
+        *("task=dpo", "data.kind=chat", f"data.path={tmp_path}/pairs.jsonl", "data.template=chatml"),
+        *("data.tokenizer.kind=byte", "data.validation_fraction=0", "train.global_batch_size=8"),
+        *("model.kind=transformer", "model.num_layers=1", "model.embed_dim=8", "model.num_heads=2"),
+    ]
+    config = load_config(None, overrides=[*words, "model.max_sequence_length=64"]).config
+    run = assemble(config, open_run_data(config))
+    by_text = _flops(config.model, sequence_length=64, vocab_size=run.data.vocab_size)
+    assert by_text is not None
+    assert step_flops(run) == 8 * 2 * by_text
 
 
 def test_a_run_counts_what_it_trains():

@@ -73,13 +73,13 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def _row(meter, step):
-    return meter.row(step, loss=1.0, grad_norm=2.0, learning_rate=0.1, skipped_steps=0, device_memory_bytes=None)
+    return meter.row(step, grad_norm=2.0, learning_rate=0.1, skipped_steps=0, device_memory_bytes=None)
 
 
 def test_rates_are_of_the_window_and_counts_of_the_run():
     meter = Meter("tokens", 100, flops_per_step=50.0, peak_flops=200.0)
-    for step, seconds, wait in ((11, 0.5, 0.1), (12, 0.5, 0.0), (13, 3.0, 0.2)):
-        meter.record(step, seconds, wait)
+    for seconds, wait in ((0.5, 0.1), (0.5, 0.0), (3.0, 0.2)):
+        meter.record(seconds, wait, {"loss": 1.0})
     row = _row(meter, 13)
     rates = {"tokens_per_second": 300 / 4.0, "step_seconds": 0.5, "data_wait_seconds": 0.1}
     rates["model_flops_utilization"] = 3 * 50 / 4.0 / 200
@@ -87,5 +87,17 @@ def test_rates_are_of_the_window_and_counts_of_the_run():
     assert list(row) == [*counts, *rates, "device_memory_bytes", "skipped_steps"]
     assert row == pytest.approx({**counts, **rates, "device_memory_bytes": None, "skipped_steps": 0})
     # A row starts a new window: the slow step is gone.
-    meter.record(14, 0.25, 0.0)
+    meter.record(0.25, 0.0, {"loss": 1.0})
     assert _row(meter, 14)["tokens_per_second"] == pytest.approx(400)
+
+
+def test_a_row_has_the_means_of_the_finite_values_of_its_window():
+    meter = Meter("tokens", 1)
+    for loss, share in ((2.0, 0.25), (math.nan, 0.5), (3.0, math.nan), (math.inf, 0.75)):
+        meter.record(1.0, 0.0, {"loss": loss, "share": share})
+    row = _row(meter, 4)
+    assert (row["loss"], row["share"]) == (2.5, 0.5)
+    meter.record(1.0, 0.0, {"loss": 0.1 + 0.2, "share": math.nan})
+    row = _row(meter, 5)
+    assert row["loss"] == 0.1 + 0.2, "a row of one step has its digits"
+    assert math.isnan(row["share"])

@@ -11,6 +11,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.task import Task, task_sums
 from jaxtrain.models.tasks import classification, cross_entropy, language_modeling, regression
 from jaxtrain.ops.loss import cross_entropy as losses
+from jaxtrain.train.update import mean_metrics
 
 
 def reference(logits, targets):
@@ -56,18 +57,20 @@ def test_cross_entropy(logits):
 
 
 @pytest.mark.parametrize("by", [None, "vocabulary"])
-def test_an_id_that_no_logit_has_is_no_number(by):
+@pytest.mark.parametrize("wrong", [LOGITS.shape[-1], -1])
+def test_an_id_that_no_logit_has_is_no_number(by, wrong):
     """Without a logit of its own its loss would be that of any other: classes that are counted from 1."""
     logits = jt.DeferredLogits(jnp.asarray(LOGITS)[None], jnp.eye(LOGITS.shape[-1]))
-    targets = jnp.asarray([[0, LOGITS.shape[-1], -100]])
+    targets = jnp.asarray([[0, wrong, -100]])
 
     @jax.jit
     def run(weights):
         return jt.cross_entropy(logits, targets, by=by), jt.cross_entropy_sums(logits, targets, weights, by=by).total
 
     for weight in (0.0, 1.0):  # 0 is what people pad with
-        losses, total = run(jnp.asarray([[1.0, weight, 0.0]]))
+        losses, total = run(jnp.asarray([[1.0, weight, 1.0]]))
         np.testing.assert_array_equal(np.isnan(losses), [[False, True, False]])
+        assert losses[0, 2] == 0
         np.testing.assert_allclose(total, np.nan if weight else losses[0, 0], rtol=1e-6)
 
 
@@ -131,12 +134,41 @@ def test_named_metrics_are_those_of_scikit_learn():
     weights, said = draw.integers(0, 3, 200).astype(np.float32), logits.argmax(-1)
     task = jt.classification(metrics=["accuracy", "top_2", "precision", "recall", "f1"])
     _, _, sums = jax.jit(task.loss)(logits, {"targets": targets, "weights": weights})
-    found = {name: np.asarray(total / weight) for name, (total, weight) in sums.items()}
+    found = mean_metrics(sums)
     kept = {"sample_weight": weights}
     assert found["accuracy"] == pytest.approx(metrics.accuracy_score(targets, said, **kept))
     assert found["top_2"] == pytest.approx(metrics.top_k_accuracy_score(targets, logits, k=2, **kept))
-    expected = metrics.precision_recall_fscore_support(targets, said, **kept)[:3]
+    expected = metrics.precision_recall_fscore_support(targets, said, average="macro", **kept)[:3]
     np.testing.assert_allclose([found[f"macro_{name}"] for name in ("precision", "recall", "f1")], expected, rtol=1e-5)
+
+
+# Targets and predictions of 2 or 4 classes.
+OCCURRENCES = {
+    "a class is never predicted": (4, [0, 1, 2, 3, 3, 1], [0, 1, 2, 2, 1, 1]),
+    "a class is predicted and never occurs": (4, [0, 1, 2, 2, 1, 0], [0, 3, 2, 3, 1, 2]),
+    "a class does neither": (4, [0, 1, 1, 3, 3, 0], [0, 1, 3, 3, 0, 0]),
+    "all three": (4, [0, 0, 1, 1, -100, 0], [0, 2, 0, 0, 3, 0]),
+    "class 1 of two is never predicted": (2, [0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0]),
+    "class 1 of two is neither": (2, [0, 0, 0, 0, -100, 0], [0, 0, 0, 0, 1, 0]),
+    "class 1 of two never occurs": (2, [0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*ill-defined")
+@pytest.mark.parametrize(("classes", "targets", "said"), OCCURRENCES.values(), ids=OCCURRENCES)
+def test_means_over_classes_are_those_of_scikit_learn_however_rows_are_divided(classes, targets, said):
+    metrics = pytest.importorskip("sklearn.metrics")
+    columns = {"inputs": np.eye(classes, dtype=np.float32)[said], "targets": np.array(targets)}
+    counts = columns["targets"] >= 0
+    names, average = ("precision", "recall", "f1"), "binary" if classes == 2 else "macro"
+    scores = metrics.precision_recall_fscore_support(np.array(targets)[counts], np.array(said)[counts], average=average)
+    model = jt.from_functions(lambda key: {"w": jnp.zeros(())}, lambda params, x: x + params["w"])
+    mesh = jt.make_mesh(data=2, devices=jax.devices()[:2])
+    step = jt.make_train_step(model, classification(metrics=names), optax.sgd(0.0), mesh=mesh)
+    batches = jt.Batches(jt.ArrayRows(columns), 4, seed=0, shuffle=False)  # the last one is filled up
+    found = jt.Evaluator(step)(step.init(0), [step.loader(batches)(k) for k in range(2)])
+    prefix = "eval_" if classes == 2 else "eval_macro_"
+    np.testing.assert_allclose([found[f"{prefix}{name}"] for name in names], scores[:3], rtol=1e-6)
 
 
 def test_smoothing_and_class_weights_are_those_of_optax_and_by_hand():

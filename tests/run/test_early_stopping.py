@@ -38,6 +38,39 @@ def test_verdict() -> None:
         assert judge(evaluations, EarlyStoppingConfig(patience=2, **settings)) == wanted, case
 
 
+HIGHER = (
+    "accuracy top_1 top_10 precision recall f1 macro_precision macro_recall macro_f1 margin chosen_reward chosen_score"
+)
+LOWER = "loss perplexity mse mae huber cross_entropy rejected_reward rejected_score"
+
+
+def test_every_shipped_metric_has_a_direction_and_others_need_a_mode() -> None:
+    for names, is_higher_better in ((HIGHER, True), (f"{LOWER} top_5_error validation_loss", False)):
+        for name in names.split():
+            assert EarlyStoppingConfig(metric=f"eval_{name}").is_higher_better == is_higher_better, name
+    for name in ("gain", "accuracy_drop", "inaccuracy", "expert_busiest"):
+        with pytest.raises(jt.ConfigError, match=f"metric=eval_{name} .* not known; set mode=max or mode=min"):
+            EarlyStoppingConfig(metric=f"eval_{name}")
+        assert EarlyStoppingConfig(metric=f"eval_{name}", mode="max").is_higher_better
+
+
+def test_the_best_f1_is_kept_and_named_in_the_report(tmp_path: Path) -> None:
+    fit(
+        tmp_path,
+        task=jt.classification(metrics=["f1"]),
+        steps=8,
+        validation=(X[:48], Y[:48]),
+        evaluation={"every": 2},
+        checkpoint={"every": 2, "keep_last": 2, "keep_best": True},
+        logging={"report": True, "tensorboard": False},
+        callbacks=[jt.EarlyStopping("eval_macro_f1", patience=1)],
+    )
+    evaluated = {row["step"]: row["eval_macro_f1"] for row in rows(tmp_path) if "eval_macro_f1" in row}
+    assert evaluated[4] > evaluated[2], "the example learns nothing"
+    assert kept(tmp_path) == {6, 8}, "the first and worst is not kept"
+    assert "best evaluation" in (tmp_path / "report.html").read_text()
+
+
 def overfit(run_dir: Path, **changes: Any) -> jt.Result:
     """Evaluated on other classes than it learns, a model only gets worse: the first evaluation stays the best."""
     arguments: dict[str, Any] = dict(

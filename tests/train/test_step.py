@@ -181,6 +181,18 @@ def test_a_non_finite_batch_touches_nothing_and_is_counted(policy: str) -> None:
         assert not np.array_equal(host(state.params)["output"]["kernel"], before[0]["output"]["kernel"])
 
 
+def test_the_learning_rate_is_that_of_the_accepted_steps() -> None:
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    step = make(optimizer=optax.sgd(schedule), learning_rate=schedule)
+    state, rates = step.init(0), []
+    for number in range(4):
+        batch = rows(seed=number)
+        batch["inputs"][0, 0] = np.nan if number == 1 else 0.0
+        state, metrics = step(state, batch)
+        rates.append(float(metrics["learning_rate"]))
+    np.testing.assert_allclose(rates, [0.1, 0.09, 0.09, 0.08], rtol=1e-6)
+
+
 def test_fp16_recovers_from_a_scale_that_is_far_too_high() -> None:
     scaling = LossScaling(initial=2.0**24, growth_interval=20)
     step = make(policy="fp16", optimizer=optax.adam(1e-2), loss_scaling=scaling)

@@ -104,7 +104,7 @@ def test_a_weight_per_row_weighs_every_token_of_the_row(language_step):
     ],
     ids=str,
 )
-def test_negative_targets_are_ignored_as_weight_0_is(logits, layout):
+def test_targets_of_minus_100_are_ignored_as_weight_0_is(logits, layout):
     columns = token_rows(4)
     ignored = RNG.random((4, 8)) > 0.5
     task = jt.language_modeling(logits=logits, block=None if logits == "whole" else 8)
@@ -118,6 +118,46 @@ def test_negative_targets_are_ignored_as_weight_0_is(logits, layout):
     # One program, and the ignored targets differ in nothing that it adds up.
     assert float(found["loss"]) == float(wanted["loss"])
     chex.assert_trees_all_equal(state.params, same.params)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+def test_an_own_loss_sees_every_integer_target_but_minus_100(dtype):
+    squares = jt.Task("squares", lambda outputs, batch: jnp.square(outputs[:, 0] - batch["targets"]))
+    targets = np.array([-99, -1, 0, 5, -100, -101, 7, -3], dtype)
+    columns = {"inputs": RNG.normal(size=(8, 3)).astype(np.float32), "targets": targets}
+    counts = targets != -100
+    wanted = np.mean((columns["inputs"].sum(1) - targets)[counts] ** 2)
+    step = jt.make_train_step(linear(1), squares, optax.sgd(0.0), mesh=one_device())
+    _, metrics = step(step.init(0), columns)
+    assert float(metrics["weight"]) == 7
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(evaluate(linear(1), squares, ArrayRows(columns), size=4)["eval_loss"], wanted, rtol=1e-5)
+    # Numbers without a sign have no -100, and floats are no ids.
+    for other in (np.uint8, np.float32):
+        positive = {**columns, "targets": np.abs(targets).astype(other) + 56}
+        assert float(step(step.init(0), positive)[1]["weight"]) == 8
+
+
+LABELS = np.array([1, -1, -1, 1])
+
+
+@pytest.mark.parametrize("task", [jt.classification(), jt.token_classification(), jt.language_modeling()], ids=repr)
+def test_labels_of_minus_1_are_refused_on_the_host_and_no_number_on_the_device(task):
+    targets = LABELS if task.name == "classification" else np.stack([LABELS] * 3, axis=-1)
+    inputs = np.ones((*targets.shape, 3), np.float32)
+    step = jt.make_train_step(linear(2), task, optax.sgd(0.1), mesh=one_device())
+    message = r"targets of -1, but the model has ids 0 to 1; write -100 where .* number classes from 0, as np\.unique"
+    with pytest.raises(DataError, match=message):
+        step(step.init(0), {"inputs": inputs, "targets": targets})
+    ignored = np.where(targets < 0, -100, targets)
+    _, metrics = step(step.init(0), {"inputs": inputs, "targets": ignored})
+    assert float(metrics["weight"]) == (targets > 0).sum()
+    # A mask may hide any number.
+    masked = {"inputs": inputs, "targets": targets, "weights": (targets > 0).astype(np.float32)}
+    assert float(step(step.init(0), masked)[1]["loss"]) == float(metrics["loss"])
+    _, metrics = step(step.init(0), jax.device_put({"inputs": inputs, "targets": targets}, one_device().devices.item()))
+    assert np.isnan(metrics["loss"])
+    assert int(metrics["skipped_steps"]) == 1
 
 
 def plain(name: str = "plain"):

@@ -58,12 +58,16 @@ def checkpoints(run: RunFiles) -> str:
     except CheckpointError:  # there are none, or a run that trains deleted one meanwhile
         return ""
     settings = mapping(run.config.get("checkpoint"))
-    losses = {step: float(one.eval_loss) for step, one in infos.items() if one.eval_loss is not None}
-    best = min(losses, key=lambda step: (losses[step], step)) if len(losses) > 1 else None
+    values = {step: one.eval_loss for step, one in infos.items() if one.eval_loss is not None}
+    best_of = "lowest held-out loss"
+    if any(one.score is not None for one in infos.values()):
+        values = {step: one.score for step, one in infos.items() if one.score is not None}
+        best_of = "best evaluation"
+    best = min(values, key=lambda step: (values[step], step)) if len(values) > 1 else None
     newest, every = sorted(infos)[-int(settings.get("keep_last") or 1) :], settings.get("keep_every")
 
     def reason(step: int) -> str:
-        reasons = ["lowest held-out loss"] if step == best else []
+        reasons = [best_of] if step == best else []
         reasons += [f"one of the newest {len(newest)}" if len(newest) > 1 else "newest"] if step in newest else []
         return ", ".join([*reasons, *([f"a multiple of {every:,}"] if every and step % every == 0 else [])])
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtrain.config.schema import Logits
+from jaxtrain.config.schema import IGNORED, Logits
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.manual import divides
 from jaxtrain.layout.sharding import constrain, current_layout
@@ -104,8 +104,7 @@ def cross_entropy(
             Blocks by tokens are computed by vocabulary, in the same memory.
 
     Returns:
-        float32 [...]; NaN for an id from V on, which no logit has. What is given for a negative id means nothing:
-        `target_weights` weighs it with 0.
+        float32 [...]; 0 for a target of -100, NaN for another id that no logit has.
 
     Raises:
         ConfigError: targets of another shape than the logits, or blocks were asked for, and batch, sequence or
@@ -115,15 +114,15 @@ def cross_entropy(
         >>> jt.cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist()  # log 4, twice
         [1.386..., 1.386...]
     """
-    unknown = _unknown(logits, targets)
+    weights = id_weights(targets, jnp.float32(1), num_ids=_num_ids(logits, targets))
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
             form = BlockedLoss(blocks.by, blocks.size, 0.0, logits.tied, logits.softcap)
             losses = blockwise_losses(logits.hidden, logits.output_layer(), targets, form)
-            return jnp.where(unknown, jnp.nan, losses)
+            return jnp.where(weights == 1, losses, weights)
         logits = logits.logits()
-    return jnp.where(unknown, jnp.nan, _losses(logits, targets)[0])
+    return jnp.where(weights == 1, _losses(logits, targets)[0], weights)
 
 
 def cross_entropy_sums(
@@ -143,12 +142,12 @@ def cross_entropy_sums(
     Args:
         logits: [B, L, V], or deferred; raised to float32.
         targets_BL: int32.
-        weights_BL: float32; no gradient flows to them.
+        weights_BL: float32; no gradient flows to them, and those of targets of -100 are taken for 0.
         z_loss: weight of the z-loss, 0 or more; None: without it.
         by, size: as of `cross_entropy`.
 
     Returns:
-        The sums over the whole batch, the same on every device; NaN where an id from V on has a weight.
+        The sums over the whole batch, the same on every device; NaN where another id that no logit has weighs anything.
 
     Raises:
         ConfigError: as of `cross_entropy`.
@@ -158,9 +157,9 @@ def cross_entropy_sums(
         >>> float(sums.total) > float(sums.cross_entropy)
         True
     """
-    unknown_BL = _unknown(logits, targets_BL)
     z_loss = z_loss or 0.0
-    weights_BL = jax.lax.stop_gradient(jnp.where(unknown_BL & (weights_BL != 0), jnp.nan, weights_BL))
+    num_ids = _num_ids(logits, targets_BL)
+    weights_BL = jax.lax.stop_gradient(id_weights(targets_BL, weights_BL, num_ids=num_ids))
     if isinstance(logits, DeferredLogits):
         blocks = blocks_of(logits, by=by, size=size)
         if blocks.by != "whole":
@@ -208,14 +207,21 @@ def blocks_of(logits: DeferredLogits, *, by: Logits | None = None, size: int | N
     return blocks
 
 
-def _unknown(logits: Array | DeferredLogits, targets: Array) -> Array:
-    """Which targets are ids that no logit has: bool, of the shape of the targets."""
+def id_weights(targets: Array, weights: Array, *, num_ids: int) -> Array:
+    """Weights of integer targets [...]: 0 where a target is -100, NaN where another one with a weight is no id."""
+    # The number of ids may not fit into the 8 or 16 bits that targets are stored in.
+    ids = jnp.asarray(targets).astype(jnp.int32)
+    weights = jnp.where(ids == IGNORED, 0.0, weights)
+    return jnp.where(((ids < 0) | (ids >= num_ids)) & (weights != 0), jnp.nan, weights)
+
+
+def _num_ids(logits: Array | DeferredLogits, targets: Array) -> int:
+    """Number of ids that logits have; a ConfigError where the targets are not of their shape."""
     deferred = isinstance(logits, DeferredLogits)
     shape = (logits.hidden if deferred else logits).shape[:-1]
     if targets.shape != shape:  # jax would broadcast some others
         raise ConfigError(f"cross-entropy takes integer targets {list(shape)}, not {list(targets.shape)}")
-    # The number of ids may not fit into the 8 or 16 bits that targets are stored in.
-    return jnp.asarray(targets).astype(jnp.int32) >= (logits.vocabulary if deferred else logits.shape[-1])
+    return logits.vocabulary if deferred else logits.shape[-1]
 
 
 def _losses(logits: Array, targets: Array) -> tuple[Array, Array]:
