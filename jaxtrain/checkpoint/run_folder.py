@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.checkpoint import directory, places
-from jaxtrain.checkpoint.directory import list_steps, live_steps
+from jaxtrain.checkpoint.directory import list_steps
 from jaxtrain.checkpoint.places import Place, place_at
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.runtime.files import write_json_atomic
@@ -53,7 +53,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
     if isinstance(folder, Path):
         candidates.append((checkpoint_folder(folder), folder))
     for steps, run_dir in candidates:
-        if live_steps(steps):
+        if list_steps(steps):
             return Found(steps, None, run_dir)
     raise CheckpointError(
         f"no checkpoint at {path}; give a run (runs/<name>), which saves one at its end or on a signal, a folder of "
@@ -93,7 +93,6 @@ def set_steps_aside(folder: Place) -> Place | None:
         directory.clear_leftovers(folder)
         steps = [int(name) for name in places.names(folder) if name.isdecimal()]
         directory.move_steps(folder, steps, target)
-        (folder / directory.NOTE).unlink(missing_ok=True)
     return target if steps else None
 
 

@@ -141,7 +141,7 @@ class Upkeep:
 
     def _care_for(self, step: int) -> None:
         places.sync_folder(self._folder / str(step))
-        steps = directory.live_steps(self._folder)
+        steps = directory.list_steps(self._folder)
         superfluous = set(steps) - self._retention.kept(self._folder, steps)
         newest = steps[-self._retention.keep_last :]
         if superfluous and not self.verified & set(newest):

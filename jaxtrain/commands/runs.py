@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
-from jaxtrain.checkpoint.directory import DamagedError, abandoned_folders
+from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.commands.shared import print_json, print_table, print_text, writes
@@ -25,31 +25,27 @@ def _open(run_dir: str) -> Checkpointer:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """List the checkpoints of a run, and after them those that were abandoned when the run went back; 0."""
+    """List the checkpoints of a run; 0."""
     with _open(arguments.run_dir) as checkpoints:
-        directory, rows = checkpoints.directory, _rows(checkpoints, arguments.verify, abandoned=None)
-    for folder in abandoned_folders(directory):
-        with Checkpointer(folder, read_only=True) as checkpoints:
-            rows += _rows(checkpoints, arguments.verify, abandoned=folder.name)
+        rows = _rows(checkpoints, arguments.verify)
     if arguments.json:
         print_json([{**row, "ok": row["problem"] is None, "verified": arguments.verify} for row in rows])
     elif rows:
         cells = []
         for row in rows:
             state = "damaged" if row["problem"] else "verified" if arguments.verify else "yes"
-            state += f", in {row['abandoned']}" if row["abandoned"] else ""
             size, loss = format_bytes(row["bytes"]), _loss(row["eval_loss"])
             cells.append((str(row["step"]), row["saved_at"] or "-", size, loss, state))
         print_table(("step", "time", "size", "eval_loss", "ok"), cells)
     else:
-        print_remark(f"no checkpoints in {directory}")
+        print_remark(f"no checkpoints in {checkpoints.directory}")
     damaged = [row["problem"] for row in rows if row["problem"]]
     if damaged:
         raise CheckpointError(f"{damaged[0]}" + (f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""))
     return 0
 
 
-def _rows(checkpoints: Checkpointer, verify: bool, *, abandoned: str | None) -> list[dict[str, Any]]:
+def _rows(checkpoints: Checkpointer, verify: bool) -> list[dict[str, Any]]:
     rows = []
     for step in checkpoints.steps():
         row = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
@@ -60,7 +56,7 @@ def _rows(checkpoints: Checkpointer, verify: bool, *, abandoned: str | None) -> 
                 checkpoints.verify(step)
         except CheckpointError as error:
             row["problem"] = str(error)
-        rows.append({**row, "abandoned": abandoned})
+        rows.append(row)
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import SaveError, live_steps
+from jaxtrain.checkpoint.directory import SaveError, list_steps
 from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
 from jaxtrain.checkpoint.storage import everyone, from_process_0
@@ -37,7 +37,7 @@ def take_folder(
 
     def work() -> tuple[Place, Owner | None]:
         folder, former = configured_folder(keep.directory, run_dir), checkpoint_folder(run_dir)
-        if main and former != folder and resume != "never" and not live_steps(folder) and live_steps(former):
+        if main and former != folder and resume != "never" and not list_steps(folder) and list_steps(former):
             raise ConfigError(
                 f"checkpoint.directory: this run has its checkpoints in {former}, and {folder} has none; set it "
                 "back, copy them there and add --resume must, or start again with --resume never"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.checkpoint.directory import live_steps
+from jaxtrain.checkpoint.directory import list_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.history import read_rows
@@ -40,7 +40,7 @@ def read_position(run_dir: Path | None) -> Position:
         return Position()
     saved, rows = 0, read_rows(run_dir / "metrics.jsonl")
     with contextlib.suppress(CheckpointError):
-        saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
+        saved = max(list_steps(checkpoint_folder(run_dir)), default=0)
     return Position(max([saved, *(row["step"] for row in rows)]), saved)
 
 
