@@ -54,7 +54,8 @@ class Checkpointer:
         report: Callable[[str], None] = print_remark,
     ) -> None:
         self.directory = place_at(directory, what="checkpoint directory")
-        self._report, self._read_only = report, read_only
+        self._report = report
+        self._read_only = read_only
         self._is_closed = self._is_cleared = False
         self._storage: Storage | None = None
         self._saving: Place | None = None
@@ -77,8 +78,14 @@ class Checkpointer:
         """Return the newest saved step, or None."""
         return max(self.steps(), default=None)
 
-    def info(self, step: int) -> CheckpointInfo:
-        """Return the record of a step without its arrays; a CheckpointError where there is none, or a damaged one."""
+    def info(self, step: int | None = None) -> CheckpointInfo:
+        """Return the record of a step without its arrays; None means the newest step whose record is intact.
+
+        Raises:
+            CheckpointError: there is no such step, or its record is damaged.
+        """
+        if step is None:
+            return self._newest_info()
         steps = self.steps()
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
@@ -86,8 +93,8 @@ class Checkpointer:
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Return the metadata of a step, as given to `save`; None means the newest step whose record is intact."""
-        return (self._newest_info() if step is None else self.info(step)).metadata
+        """Return the metadata of a step, as given to `save`; see `info`."""
+        return self.info(step).metadata
 
     def save(
         self,
@@ -142,7 +149,8 @@ class Checkpointer:
             return False
         with self._failing(path):
             self._open().write(path, stored, directory.seal(record))
-        self._saving, self._seen = path, SeenComplete()
+        self._saving = path
+        self._seen = SeenComplete()
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float, *, score: float | None = None) -> None:
@@ -261,13 +269,15 @@ class Checkpointer:
     def release(self) -> None:
         """Release the threads of a Checkpointer whose saves are complete."""
         self._upkeep.release()
-        opened, self._storage = self._storage, None
+        opened = self._storage
+        self._storage = None
         if opened is not None:
             opened.close()
 
     def settle(self) -> None:
         """Wait until the last save is complete, as `wait`; it is verified in the background."""
-        path, self._saving = self._saving, None
+        path = self._saving
+        self._saving = None
         if self._storage is None or path is None:
             return
         with self._failing(path):

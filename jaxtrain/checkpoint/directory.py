@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -141,19 +141,14 @@ def clear_leftovers(directory: Place) -> None:
 
 def set_aside(directory: Place, step: int, *, reason: str) -> Place:
     """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that."""
-    source, target = directory / str(step), directory / f"{step}.{reason}-{moment()}"
+    source = directory / str(step)
+    target = directory / f"{step}.{reason}-{moment()}"
     with failing(f"cannot rename {source} to {target.name}"):
         places.move(source, target)
     return target
 
 
 def moment() -> str:
-    """This moment as a part of a name that no other one has."""
-    return f"{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
-
-
-def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
-    """Move steps to another directory."""
-    for step in steps:
-        places.make_folder(target)
-        places.move(directory / str(step), target / str(step))
+    """Return this moment as a part of a name that no other one has; the names sort by time."""
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
