@@ -235,7 +235,7 @@ def sharded_after(names: Names) -> None:
 
 def fit_after(names: Names) -> None:
     result = names["result"]
-    assert (result.step, result.run_dir.name) == (58, "net"), "461 rows, four times, in batches of 32"
+    assert (result.step, result.run_dir.name) == (58, "Net-1"), "461 rows, four times, in batches of 32"
     assert result.metrics["eval_accuracy"] > 0.3, "0.1 would be chance"
 
 

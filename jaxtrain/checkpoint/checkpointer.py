@@ -21,9 +21,8 @@ class Checkpointer:
     Only one writer may use a directory at a time. In a run of several processes, every process calls every method, in
     the same order; process 0 decides and renames.
 
-    The steps of a directory form one sequence. A save goes back when it follows the restore of an earlier step, or when
-    its number is not above the newest step: the later steps are abandoned, moved to `abandoned-<time>` once the save is
-    complete, and reported. Restoring alone moves nothing.
+    The steps of a directory form one sequence. A save renames the steps that have its number or a higher one to
+    `<step>.abandoned-<time>`, and reports them: training went back to an earlier step.
 
     Args:
         directory: folder of the steps, created by the first save; or gs://bucket/name, s3://bucket/name.
@@ -31,7 +30,7 @@ class Checkpointer:
         keep_every: steps at multiples of this are never deleted; None: no such rule.
         keep_best: whether the step with the lowest score, or eval_loss where there are none, is kept.
         read_only: whether this object never writes, renames or deletes.
-        report: called with one line when a damaged step is skipped, or steps are abandoned.
+        report: called with one line when a damaged step is skipped, or steps are renamed.
 
     Raises:
         ConfigError: the directory is no path and no such address.
@@ -55,11 +54,11 @@ class Checkpointer:
         report: Callable[[str], None] = print_remark,
     ) -> None:
         self.directory = place_at(directory, what="checkpoint directory")
-        self._report, self._read_only = report, read_only
+        self._report = report
+        self._read_only = read_only
         self._is_closed = self._is_cleared = False
         self._storage: Storage | None = None
         self._saving: Place | None = None
-        self._position: int | None = None  # the step that the caller's training stands at, where it is known
         self._seen = SeenComplete()
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._upkeep = Upkeep(self.directory, self._retention, report)
@@ -73,19 +72,20 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the numbers of the saved steps in ascending order, without one that is still being written."""
-        steps = directory.live_steps(self.directory)
-        if not steps and not self._read_only and self._saving is None and is_process_0():
-            # A kill while the only step was being replaced left that step in the directory of abandoned ones.
-            directory.settle(self.directory, self._report)
-            steps = directory.live_steps(self.directory)
-        return steps
+        return directory.list_steps(self.directory)
 
     def latest_step(self) -> int | None:
         """Return the newest saved step, or None."""
         return max(self.steps(), default=None)
 
-    def info(self, step: int) -> CheckpointInfo:
-        """Return the record of a step without its arrays; a CheckpointError where there is none, or a damaged one."""
+    def info(self, step: int | None = None) -> CheckpointInfo:
+        """Return the record of a step without its arrays; None means the newest step whose record is intact.
+
+        Raises:
+            CheckpointError: there is no such step, or its record is damaged.
+        """
+        if step is None:
+            return self._newest_info()
         steps = self.steps()
         if step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
@@ -93,8 +93,8 @@ class Checkpointer:
         return directory.read_info(self.directory, step)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Return the metadata of a step, as given to `save`; None means the newest step whose record is intact."""
-        return (self._newest_info() if step is None else self.info(step)).metadata
+        """Return the metadata of a step, as given to `save`; see `info`."""
+        return self.info(step).metadata
 
     def save(
         self,
@@ -108,7 +108,7 @@ class Checkpointer:
         """Copy the state and write it in the background.
 
         When this returns, the buffers of `state` may be donated. The method first waits for a save that is still being
-        written. A save under the number of a saved step with other arrays goes back: the earlier step is abandoned.
+        written.
 
         Args:
             step: number of the step, 0 or more, as any integer scalar; its directory has this name.
@@ -146,11 +146,11 @@ class Checkpointer:
         stored = storage.storable(flat)
         record["digests"] = digest.digests(stored)
         if not self._decided(path, lambda: not self._holds(step, record) and self._make_room(step)):
-            self._position = step
             return False
         with self._failing(path):
             self._open().write(path, stored, directory.seal(record))
-        self._saving, self._seen = path, SeenComplete()
+        self._saving = path
+        self._seen = SeenComplete()
         return True
 
     def add_eval_loss(self, step: int, eval_loss: float, *, score: float | None = None) -> None:
@@ -167,8 +167,7 @@ class Checkpointer:
 
         Names, shapes and dtypes are compared with the record before anything is read, and every array is compared with
         its digest afterwards. If the newest step is damaged and `step` is None, its directory is renamed and the step
-        before it is used. After a complete state was restored, the next save starts a new line from it.
-        To read an earlier step during training, use a second Checkpointer with `read_only=True`.
+        before it is used.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays whose shape, dtype and sharding to use.
@@ -202,7 +201,6 @@ class Checkpointer:
                 self._report(f"{reason}; step {candidate} is used instead")
             everyone(True)  # what is renamed is so for all of them
             if prefix is None:
-                self._position = candidate
                 self._upkeep.verified.add(candidate)
             return wanted.rebuild(restored)
         raise CheckpointError(
@@ -271,22 +269,21 @@ class Checkpointer:
     def release(self) -> None:
         """Release the threads of a Checkpointer whose saves are complete."""
         self._upkeep.release()
-        opened, self._storage = self._storage, None
+        opened = self._storage
+        self._storage = None
         if opened is not None:
             opened.close()
 
     def settle(self) -> None:
         """Wait until the last save is complete, as `wait`; it is verified in the background."""
-        path, self._saving = self._saving, None
+        path = self._saving
+        self._saving = None
         if self._storage is None or path is None:
             return
         with self._failing(path):
             self._storage.wait()
-        self._position = int(path.name)
         if is_process_0():
-            with self._failing(path):
-                directory.settle(self.directory, self._report)
-                self._upkeep.begin(int(path.name))
+            self._upkeep.begin(int(path.name))
 
     def _open(self) -> Storage:
         self._storage = self._storage or Storage(self.directory)
@@ -346,7 +343,6 @@ class Checkpointer:
             if is_process_0():
                 with contextlib.suppress(OSError, CheckpointError):  # the next save begins with it
                     directory.clear_leftovers(self.directory)
-                    directory.settle(self.directory, self._report)
             raise failure from None
 
     def _make_room(self, step: int) -> bool:
@@ -357,11 +353,13 @@ class Checkpointer:
         if not self._is_cleared:
             directory.clear_leftovers(self.directory)
             self._is_cleared = True
-        directory.settle(self.directory, self._report)
-        after = step - 1 if self._position is None else min(self._position, step - 1)
-        if any(other > after for other in self.steps()):
+        abandoned = [other for other in self.steps() if other >= step]
+        if abandoned:
             self._upkeep.finish()  # no step may be read in the background while it is renamed
-            directory.go_back(self.directory, after=after, step=step)
+        # The newest first: a kill in between leaves the newest of the steps before it.
+        for other in reversed(abandoned):
+            moved = directory.set_aside(self.directory, other, reason="abandoned")
+            self._report(f"step {step} is saved after going back: step {other} is renamed to {moved.name}")
         if path.exists():
             moved = directory.set_aside(self.directory, step, reason="foreign")
             self._report(f"{path} is not a checkpoint of jaxtrain: renamed to {moved.name}")

@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 Digest = tuple[int, int]
 
 # Odd 32-bit constants of MurmurHash3's finalizer and xxHash32.
-_MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-_BITS, _POSITION = np.uint32(0x9E3779B1), np.uint32(0x165667B1)
-_ONE, _TWO, _13, _16 = np.uint32(1), np.uint32(2), np.uint32(13), np.uint32(16)
+_MIX_1 = np.uint32(0x85EBCA6B)
+_MIX_2 = np.uint32(0xC2B2AE35)
+_BITS = np.uint32(0x9E3779B1)
+_POSITION = np.uint32(0x165667B1)
+_ONE = np.uint32(1)
+_TWO = np.uint32(2)
+_13 = np.uint32(13)
+_16 = np.uint32(16)
 
 # Elements per block: a block and its intermediate results fit into the cache of a core.
 _BLOCK = 1 << 15
@@ -67,7 +72,8 @@ def _host_digest(array: "jax.Array | np.ndarray") -> Digest:
         bits = words[start : start + _BLOCK].astype(np.uint32)
         position = (np.arange(bits.size, dtype=np.uint64) + np.uint64(start)).astype(np.uint32)
         lanes = _sums(bits, position)
-        first, second = first + int(lanes[0]), second + int(lanes[1])
+        first += int(lanes[0])
+        second += int(lanes[1])
     return first % 2**32, second % 2**32
 
 

@@ -1,12 +1,8 @@
-"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, removal, going back.
+"""The content of a checkpoint directory, handled without jax or Orbax: steps, their records, and their removal.
 
 A step is a directory (not a link) whose name is its number and which holds our item `jaxtrain`; everything else is
 ignored. Orbax writes into a directory with another name and renames it at the end, so a directory with the name of a
 step is complete. In an object store it writes a marker at the end; `places` has what differs there.
-
-Going back to an earlier step begins a new line of steps. The order of operations makes a kill harmless: first a note is
-written, then the new step, and only then are the abandoned steps moved away. Until the new step is complete, the steps
-of the old line are the valid ones; after that those of the new line are, whatever was already moved.
 """
 
 import contextlib
@@ -15,9 +11,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxtrain.checkpoint import places
@@ -25,8 +20,6 @@ from jaxtrain.checkpoint.places import RECORD_ITEM, TRASH, Place
 from jaxtrain.errors import CheckpointError
 
 FORMAT_VERSION = 1
-NOTE = "going_back.json"
-_ABANDONED = "abandoned-"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # Errors of opening a file which say that it is not there, or not a file.
 _IS_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -148,97 +141,14 @@ def clear_leftovers(directory: Place) -> None:
 
 def set_aside(directory: Place, step: int, *, reason: str) -> Place:
     """Rename whatever is at a step's path to `<step>.<reason>-<time>` and return its path after that."""
-    source, target = directory / str(step), directory / f"{step}.{reason}-{moment()}"
+    source = directory / str(step)
+    target = directory / f"{step}.{reason}-{moment()}"
     with failing(f"cannot rename {source} to {target.name}"):
         places.move(source, target)
     return target
 
 
 def moment() -> str:
-    """This moment as a part of a name that no other one has."""
-    return f"{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 10**6:06d}"
-
-
-@dataclass(frozen=True)
-class _GoingBack:
-    """A save that begins a new line of steps."""
-
-    after: int  # steps above this number are abandoned
-    step: int  # the saved one, the first of the new line
-    folder: str  # beside the steps, to which abandoned ones are moved
-    replaces: bool  # whether the old line has a step of the same number
-
-    def is_complete(self, directory: Place, steps: Iterable[int]) -> bool:
-        """Whether the new step is: where the old line had one of that number, that one was moved away before."""
-        return self.step in steps and (
-            not self.replaces or places.is_complete(directory / self.folder / str(self.step))
-        )
-
-
-def live_steps(directory: Place) -> list[int]:
-    """Return the steps of the valid line in ascending order, without those that a new line has abandoned."""
-    # The note first: a listing that is older than the note would show both lines.
-    noted = _read_note(directory)
-    steps = list_steps(directory)
-    with failing(f"cannot read {directory}"):
-        if noted is None or not noted.is_complete(directory, steps):
-            return steps
-    return [step for step in steps if step <= noted.after or step == noted.step]
-
-
-def go_back(directory: Place, *, after: int, step: int) -> None:
-    """Write the note that the save of `step` abandons every step above `after`, and move away a step of that number."""
-    noted = _GoingBack(after, step, f"{_ABANDONED}{moment()}", step in list_steps(directory))
-    with failing(f"cannot go back to step {after} in {directory}"):
-        places.write_json(directory / NOTE, asdict(noted))
-        if noted.replaces:
-            move_steps(directory, [step], directory / noted.folder)
-
-
-def settle(directory: Place, report: Callable[[str], None]) -> None:
-    """Carry out a note: move the abandoned steps away, and say so, where the new step is complete, else undo it."""
-    noted = _read_note(directory)
-    if noted is None:
-        return
-    folder = directory / noted.folder
-    with failing(f"cannot move abandoned steps to {folder}"):
-        places.finish_moves(directory)
-        places.finish_moves(folder)  # of a step on its way back
-        steps = list_steps(directory)
-        if not noted.is_complete(directory, steps):
-            old, place = folder / str(noted.step), directory / str(noted.step)
-            if places.is_incomplete(place):
-                places.remove_tree(place)
-            if noted.replaces and places.is_complete(old) and not place.exists():
-                places.move(old, place)
-            if isinstance(folder, Path):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-            (directory / NOTE).unlink(missing_ok=True)
-            return
-        move_steps(directory, [step for step in steps if step > noted.after and step != noted.step], folder)
-        abandoned = list_steps(folder)
-        (directory / NOTE).unlink(missing_ok=True)
-    report(
-        f"step {noted.step} was saved after going back: the abandoned steps {', '.join(map(str, abandoned))} of "
-        f"{directory} were moved to {folder.name}, which is kept until you delete it"
-    )
-
-
-def abandoned_folders(directory: Place) -> list[Place]:
-    """Return the directories of abandoned steps, oldest first; each can be opened as a checkpoint directory."""
-    with failing(f"cannot read {directory}"):
-        return [directory / name for name in sorted(places.names(directory)) if name.startswith(_ABANDONED)]
-
-
-def move_steps(directory: Place, steps: Iterable[int], target: Place) -> None:
-    """Move steps to another directory."""
-    for step in steps:
-        places.make_folder(target)
-        places.move(directory / str(step), target / str(step))
-
-
-def _read_note(directory: Place) -> _GoingBack | None:
-    with failing(f"cannot read {directory / NOTE}"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return _GoingBack(**json.loads((directory / NOTE).read_bytes()))
-    return None
+    """Return this moment as a part of a name that no other one has; the names sort by time."""
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"

@@ -23,14 +23,16 @@ from jaxtrain.config.arguments import is_store_address, local_path, store_addres
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.runtime.files import strict_json, write_bytes_atomic
 
-RECORD_ITEM, ARRAYS_ITEM = "jaxtrain", "state"  # what a step holds
+RECORD_ITEM = "jaxtrain"
+ARRAYS_ITEM = "state"  # what a step holds
 COMMIT_FILE = "commit_success.txt"
 TRASH = ".pruned"  # end of the names of steps that are being deleted on a file system
 _MOVING_FILE = "jaxtrain_moving.json"
 _ASK_SECONDS = 10.0  # between questions to a store whether a save is complete: each is a request
 EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 # A request that is not answered is tried again by the clients; longer waits would look like a run that stands still.
-_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_CONNECT_SECONDS = 10
+_READ_SECONDS = 60
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
@@ -103,10 +105,10 @@ class RemotePath:
         with _in_words(self):
             return _client(self.scheme).cat_file(self._full)
 
-    def write_bytes(self, content: bytes, *, only_new: bool = False) -> None:
-        """Write an object whole, which readers see at once or not at all; `only_new`: an error where there is one."""
+    def write_bytes(self, content: bytes) -> None:
+        """Write an object whole, which readers see at once or not at all."""
         with _in_words(self):
-            _client(self.scheme).pipe_file(self._full, content, mode="create" if only_new else "overwrite")
+            _client(self.scheme).pipe_file(self._full, content, mode="overwrite")
 
     def unlink(self, *, missing_ok: bool = True) -> None:
         """Delete an object; nothing happens where there is none."""
@@ -165,7 +167,8 @@ def _in_words(path: RemotePath) -> Iterator[None]:
 
 def reason_of(path: RemotePath, error: BaseException) -> tuple[int, str]:
     """Return the number of the error that a file system would have given, and the reason in words."""
-    kind, text = type(error).__name__, " ".join(str(error).split())
+    kind = type(error).__name__
+    text = " ".join(str(error).split())
     if isinstance(error, FileNotFoundError | FileExistsError):
         number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EEXIST
         return number, os.strerror(number)
@@ -231,7 +234,8 @@ class SeenComplete:
     """Whether a save in the background is complete, asked after every step: a store is asked every ten seconds."""
 
     def __init__(self) -> None:
-        self._asked_at, self._is_complete = 0.0, False
+        self._asked_at = 0.0
+        self._is_complete = False
 
     def __call__(self, step: Place, *, item: str = RECORD_ITEM) -> bool:
         """Whether a step is complete, as far as it is known."""
@@ -249,16 +253,10 @@ def write_bytes(file: Place, content: bytes) -> None:
     file.write_bytes(content) if isinstance(file, RemotePath) else write_bytes_atomic(file, content)
 
 
-def write_json(file: Place, value: Any, *, only_new: bool = False) -> None:
-    """Write a value as JSON, atomically; `only_new`: a FileExistsError where there is such a file."""
-    content = (json.dumps(strict_json(value), indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
-    if isinstance(file, RemotePath):
-        file.write_bytes(content, only_new=only_new)
-    elif only_new:
-        with file.open("xb") as opened:
-            opened.write(content)
-    else:
-        write_bytes_atomic(file, content)
+def write_json(file: Place, value: Any) -> None:
+    """Write a value as JSON, atomically."""
+    content = json.dumps(strict_json(value), indent=2, ensure_ascii=False) + "\n"
+    write_bytes(file, content.encode(errors="backslashreplace"))
 
 
 def make_folder(folder: Place) -> None:

@@ -156,7 +156,8 @@ def _enable_s3() -> None:
     """
     stores: Any = importlib.import_module("orbax.checkpoint._src.path.gcs_utils")
     tensorstore: Any = importlib.import_module("orbax.checkpoint._src.serialization.tensorstore_utils")
-    plain_spec, plain_driver = stores.get_kvstore_for_gcs, tensorstore._use_gcs_driver
+    plain_spec = stores.get_kvstore_for_gcs
+    plain_driver = tensorstore._use_gcs_driver
     plain_path = tensorstore._normalize_path
 
     def spec(path: Any) -> dict[str, Any]:
@@ -247,7 +248,8 @@ def verify_on_host(info: CheckpointInfo, advance: Callable[[int], None] = lambda
     folder = _orbax_path(info.path / ARRAYS_ITEM)
     left = list(info.digests)
     while left:
-        names, num_bytes = [], 0
+        names = []
+        num_bytes = 0
         while left and num_bytes < _READ_BYTES:
             names.append(left.pop())
             num_bytes += info.bytes_of(names[-1])

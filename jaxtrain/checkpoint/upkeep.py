@@ -29,7 +29,9 @@ class Retention:
     """
 
     def __init__(self, keep_last: int, keep_every: int | None, keep_best: bool) -> None:
-        self.keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
+        self.keep_last = keep_last
+        self._keep_every = keep_every
+        self._keep_best = keep_best
         self.marks: dict[int, tuple[float | None, float | None]] = {}
 
     def kept(self, folder: Place, steps: Iterable[int]) -> set[int]:
@@ -66,7 +68,9 @@ class Upkeep:
 
     def __init__(self, folder: Place, retention: Retention, report: Callable[[str], None]) -> None:
         self.verified: set[int] = set()
-        self._folder, self._retention, self._report = folder, retention, report
+        self._folder = folder
+        self._retention = retention
+        self._report = report
         self._condition = threading.Condition()
         self._reading = threading.Lock()
         self._waiting: int | None = None
@@ -91,7 +95,8 @@ class Upkeep:
         """Note that a step is written (again) under its number."""
         self.verified.discard(step)
         self._retention.marks.pop(step, None)
-        self._began, self._is_over = None, False
+        self._began = None
+        self._is_over = False
 
     def look(self) -> None:
         """Report what was done in the background; a SaveError where a step does not read as it was saved."""
@@ -104,10 +109,12 @@ class Upkeep:
 
     def finish(self) -> None:
         """Wait until nothing is left to do, or what is done has stood still for a minute; then `look`."""
-        done, moved_at = self._read_bytes, monotonic()
+        done = self._read_bytes
+        moved_at = monotonic()
         while not self._is_left and not self._is_idle():
             if self._read_bytes != done:
-                done, moved_at = self._read_bytes, monotonic()
+                done = self._read_bytes
+                moved_at = monotonic()
             elif monotonic() - moved_at > _PATIENCE_SECONDS:
                 self._is_left = True
                 self._lines.append(f"a checkpoint of {self._folder} was not verified: no progress")
@@ -126,7 +133,8 @@ class Upkeep:
     def _work(self) -> None:
         while True:
             with self._condition:
-                step, self._waiting = self._waiting, None
+                step = self._waiting
+                self._waiting = None
                 self._busy = step is not None
                 if step is None:
                     self._condition.notify_all()
@@ -141,7 +149,7 @@ class Upkeep:
 
     def _care_for(self, step: int) -> None:
         places.sync_folder(self._folder / str(step))
-        steps = directory.live_steps(self._folder)
+        steps = directory.list_steps(self._folder)
         superfluous = set(steps) - self._retention.kept(self._folder, steps)
         newest = steps[-self._retention.keep_last :]
         if superfluous and not self.verified & set(newest):

@@ -107,7 +107,8 @@ def _die_with_parent() -> Callable[[], None] | None:
     """What a new process calls first, so that it ends when this one is killed; None outside Linux."""
     if sys.platform != "linux":
         return None
-    library, parent = ctypes.CDLL(None), os.getpid()
+    library = ctypes.CDLL(None)
+    parent = os.getpid()
 
     def prepare() -> None:
         library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -139,7 +140,9 @@ def how_ended(code: int) -> str:
 
 def launch(arguments: argparse.Namespace) -> int:
     """Run a verb or a program in several processes on this machine; its exit code."""
-    words, inner, restarts = arguments.command, arguments.inner, arguments.restarts
+    words = arguments.command
+    inner = arguments.inner
+    restarts = arguments.restarts
     if restarts and inner is not None and (words[0] != "train" or inner.restarts):
         raise ConfigError("--restarts before '--' is for your own programs, and for train without --restarts")
     started: dict[str, Any] = {"program": (), "emulate": arguments.emulate}
@@ -228,10 +231,13 @@ def _launch_once(
 
 def _wait(processes: Sequence[subprocess.Popen[str]], signalled: threading.Event) -> int:
     """Wait until all processes have ended; after a failure, stop the others. Returns the exit code of `run_launch`."""
-    running, ended = dict(enumerate(processes)), queue.SimpleQueue[tuple[int, int]]()
+    running = dict(enumerate(processes))
+    ended = queue.SimpleQueue[tuple[int, int]]()
     for number, process in running.items():  # each in a thread: which one ended first decides
         threading.Thread(target=lambda n=number, p=process: ended.put((n, p.wait())), daemon=True).start()
-    failure, orderly, deadline = 0, 0, None
+    failure = 0
+    orderly = 0
+    deadline = None
     while running:
         with contextlib.suppress(queue.Empty):
             index, status = ended.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
@@ -240,7 +246,8 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled: threading.Event
             if code in _ORDERLY:
                 orderly = orderly or code
             elif not failure:
-                failure, deadline = code, time.monotonic() + _GRACE_SECONDS
+                failure = code
+                deadline = time.monotonic() + _GRACE_SECONDS
                 if running and not signalled.is_set():
                     which = f"process {index} of {len(processes)}"
                     print_remark(f"jaxtrain: {which} {how_ended(code)}; stopping the others")

@@ -5,8 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointInfo
-from jaxtrain.checkpoint.directory import DamagedError, abandoned_folders
+from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import shown_name
 from jaxtrain.commands.shared import print_json, print_table, print_text, writes
@@ -25,43 +24,36 @@ def _open(run_dir: str) -> Checkpointer:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """List the checkpoints of a run, and after them those that were abandoned when the run went back; 0."""
+    """List the checkpoints of a run; 0."""
+    rows = []
     with _open(arguments.run_dir) as checkpoints:
-        directory, rows = checkpoints.directory, _rows(checkpoints, arguments.verify, abandoned=None)
-    for folder in abandoned_folders(directory):
-        with Checkpointer(folder, read_only=True) as checkpoints:
-            rows += _rows(checkpoints, arguments.verify, abandoned=folder.name)
+        for step in checkpoints.steps():
+            row = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+            try:
+                info = checkpoints.info(step)
+                row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
+                if arguments.verify:
+                    checkpoints.verify(step)
+            except CheckpointError as error:
+                row["problem"] = str(error)
+            rows.append(row)
+    damaged = [row["problem"] for row in rows if row["problem"]]
     if arguments.json:
         print_json([{**row, "ok": row["problem"] is None, "verified": arguments.verify} for row in rows])
     elif rows:
+        intact = "verified" if arguments.verify else "yes"
         cells = []
         for row in rows:
-            state = "damaged" if row["problem"] else "verified" if arguments.verify else "yes"
-            state += f", in {row['abandoned']}" if row["abandoned"] else ""
-            size, loss = format_bytes(row["bytes"]), _loss(row["eval_loss"])
-            cells.append((str(row["step"]), row["saved_at"] or "-", size, loss, state))
+            state = "damaged" if row["problem"] else intact
+            size = format_bytes(row["bytes"])
+            cells.append((str(row["step"]), row["saved_at"] or "-", size, _loss(row["eval_loss"]), state))
         print_table(("step", "time", "size", "eval_loss", "ok"), cells)
     else:
-        print_remark(f"no checkpoints in {directory}")
-    damaged = [row["problem"] for row in rows if row["problem"]]
+        print_remark(f"no checkpoints in {checkpoints.directory}")
     if damaged:
-        raise CheckpointError(f"{damaged[0]}" + (f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""))
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        raise CheckpointError(f"{damaged[0]}{more}")
     return 0
-
-
-def _rows(checkpoints: Checkpointer, verify: bool, *, abandoned: str | None) -> list[dict[str, Any]]:
-    rows = []
-    for step in checkpoints.steps():
-        row = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
-        try:
-            info = checkpoints.info(step)
-            row |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
-            if verify:
-                checkpoints.verify(step)
-        except CheckpointError as error:
-            row["problem"] = str(error)
-        rows.append({**row, "abandoned": abandoned})
-    return rows
 
 
 def _loss(loss: float | None) -> str:
@@ -71,14 +63,15 @@ def _loss(loss: float | None) -> str:
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the arrays, totals and metadata of a checkpoint: by default of the newest with an intact record; 0."""
     with _open(arguments.run_dir) as checkpoints:
-        info = _info(checkpoints, arguments.step)
+        info = checkpoints.info(arguments.step)
     leaves = [
         {"path": shown_name(path), "shape": list(shape), "dtype": dtype, "bytes": info.bytes_of(path)}
         for path, (shape, dtype) in info.leaves.items()
     ]
-    parts = dict.fromkeys(leaf["path"].partition("/")[0] for leaf in leaves)
-    totals = {part: _total([leaf for leaf in leaves if leaf["path"].partition("/")[0] == part]) for part in parts}
-    totals["all"] = _total(leaves)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for leaf in leaves:
+        parts.setdefault(leaf["path"].partition("/")[0], []).append(leaf)
+    totals = {part: _total(part_leaves) for part, part_leaves in {**parts, "all": leaves}.items()}
     facts = {"step": info.step, "saved_at": info.saved_at, "eval_loss": info.eval_loss, "path": str(info.path)}
     if arguments.json:
         more = {"versions": info.versions, "leaves": leaves, "totals": totals, "metadata": info.metadata}
@@ -106,18 +99,9 @@ def run_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _info(checkpoints: Checkpointer, step: int | None) -> CheckpointInfo:
-    damaged = None
-    for one in [step] if step is not None else reversed(checkpoints.steps()):
-        try:
-            return checkpoints.info(one)
-        except DamagedError as error:
-            damaged = damaged or error
-    raise damaged or CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end")
-
-
 def _total(leaves: list[dict[str, Any]]) -> dict[str, int]:
-    numbers, size = sum(math.prod(leaf["shape"]) for leaf in leaves), sum(leaf["bytes"] for leaf in leaves)
+    numbers = sum(math.prod(leaf["shape"]) for leaf in leaves)
+    size = sum(leaf["bytes"] for leaf in leaves)
     return {"arrays": len(leaves), "numbers": numbers, "bytes": size}
 
 

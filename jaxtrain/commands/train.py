@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_restarted(arguments: argparse.Namespace) -> int:
     """Train in a process of its own, and start it again after failures; the exit code of the last start."""
-    config, overrides, run_dir = arguments.config, arguments.overrides, arguments.run_dir
+    config = arguments.config
+    overrides = arguments.overrides
+    run_dir = arguments.run_dir
     folder = folder_of(load_config(config, overrides=overrides), run_dir)
     options = [] if run_dir is None else ["--run-dir", run_dir]
     options += [] if arguments.emulate is None else ["--emulate", str(arguments.emulate)]

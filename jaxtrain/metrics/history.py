@@ -48,7 +48,7 @@ def read_rows(path: Path, *, num_bytes: float = math.inf) -> Iterator[dict[str, 
 def read_series(path: Path) -> Series:
     """Read the numbers of a file: metric -> (steps, values), float64 [N], ordered by step; NaN where it was not finite.
 
-    Of a step that was written twice, as after going back, the later value is taken.
+    Of a step that was written twice the later value is taken.
     """
     # Arrays of numbers: lists of Python numbers take many times the memory on a long run.
     columns: dict[str, tuple[array, array]] = {}

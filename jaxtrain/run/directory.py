@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from jaxtrain.checkpoint.directory import moment
 from jaxtrain.config import Loaded
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import RUN_FILE
@@ -107,7 +108,8 @@ class RunLock:
         self._close()
 
     def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor = self._descriptor
+        self._descriptor = None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -125,9 +127,7 @@ def set_aside(run_dir: Path) -> Path | None:
     old = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
     if not old:
         return None
-    # Nanoseconds, since two runs can be set aside within a second; the names sort by time.
-    seconds, rest = divmod(time.time_ns(), 10**9)
-    folder = run_dir / "previous" / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{rest:09d}"
+    folder = run_dir / "previous" / moment()
     folder.mkdir(parents=True)
     for path in old:
         path.rename(folder / path.name)
@@ -141,7 +141,8 @@ def file_digest(path: Path) -> str:
 
 def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
     """The intact tokenizer file of a run; None where the run has none."""
-    path, wanted = run_dir / TOKENIZER_FILE, info.get(TOKENIZER_DIGEST)
+    path = run_dir / TOKENIZER_FILE
+    wanted = info.get(TOKENIZER_DIGEST)
     is_there = path.is_file()
     if wanted is None or (is_there and file_digest(path) == wanted):
         return path if is_there else None

@@ -46,10 +46,15 @@ def export_run(
     `dtype` is that of the published model which the run started from unless it is given, and `merge` adds adapters to
     their base as its folder stores it.
     """
-    run_dir, folder, info = Path(run_dir), Path(folder), read_run(run_dir)
+    run_dir = Path(run_dir)
+    folder = Path(folder)
+    info = read_run(run_dir)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
-    model, file, (origin, record) = run.sharded_model.model, tokenizer_file(run_dir, info), kept_published(run_dir)
-    settings, adapted = _settings(run), model.adapted
+    model = run.sharded_model.model
+    file = tokenizer_file(run_dir, info)
+    origin, record = kept_published(run_dir)
+    settings = _settings(run)
+    adapted = model.adapted
     has_adapters = adapted is not None and adapted.lora is not None
     if merge and not has_adapters:
         raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
@@ -115,7 +120,8 @@ def _merged(run: OpenedRun) -> Params:
 
 def _with_stored_base(run: OpenedRun) -> Params:
     """The parameters of a run that was opened in float32, with the frozen floats that its policy rounded as stored."""
-    record, dtypes = base_of(run.info), {name: str(leaf.dtype) for name, leaf in paths_of(run.params).items()}
+    record = base_of(run.info)
+    dtypes = {name: str(leaf.dtype) for name, leaf in paths_of(run.params).items()}
     if record is None:
         return run.params
     rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
@@ -135,7 +141,9 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
     check_folder(folder)
     # On one device nothing is exchanged, and on a CPU every kernel is plain StableHLO.
     opened = open_model(path, step=step, mesh=make_mesh(devices=jax.devices("cpu")[:1]))
-    rows, config, model = _program_rows(opened), opened.config.model, opened.sharded_model
+    rows = _program_rows(opened)
+    config = opened.config.model
+    model = opened.sharded_model
     program = make_program(model, opened.params, opened.model_state, rows, batch=batch)
     if program.reason is not None:
         print_remark(f"the program takes {program.batch} row per call, not any number: {program.reason}")
@@ -155,8 +163,10 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
 
 def _program_rows(opened: OpenedModel) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of one row of each input of the model."""
-    config, data = opened.config.model, opened.info.get("data") or {}
-    shape, dtype = data.get("input_shape"), data.get("input_dtype")
+    config = opened.config.model
+    data = opened.info.get("data") or {}
+    shape = data.get("input_shape")
+    dtype = data.get("input_dtype")
     if isinstance(config, TransformerConfig | EncoderDecoderConfig):
         length = shape[-1] if shape else config.max_sequence_length
         names = {"tokens": length}

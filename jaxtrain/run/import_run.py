@@ -25,7 +25,8 @@ from jaxtrain.train.assemble import OwnStep, assemble, open_run_data
 from jaxtrain.train.base import without_base
 
 # Rows of what is not there are made up: nothing is trained on them.
-_MADE_UP_ROWS, _LONGEST_ROW = 64, 512
+_MADE_UP_ROWS = 64
+_LONGEST_ROW = 512
 
 
 def import_run(
@@ -42,7 +43,9 @@ def import_run(
     path = Path(published_place(path, what="import"))
     base = None if base is None else Path(published_place(base, what="--base"))
     loaded = load_config(_config(path, base), overrides=overrides, origin="import")
-    config, spent, own_step = loaded.config, TimeSpent(), OwnStep()
+    config = loaded.config
+    spent = TimeSpent()
+    own_step = OwnStep()
     distributed.start(compilation_cache=config.compilation_cache)
     check_fits(config.model)
     run = assemble(config, open_run_data(config), name=run_dir.name)
@@ -70,10 +73,12 @@ def _config(path: Path, base: Path | None) -> dict[str, Any]:
         if base is None:
             named = open_adapter_folder(path).config.base or "a base that it does not name"
             raise ConfigError(f"{path} is an adapter of {named}; give that model with --base FOLDER")
-        path, tree["finetune"] = base, {"adapter": str(path)}
+        tree["finetune"] = {"adapter": str(path)}
+        path = base
     elif base is not None:
         raise ConfigError(f"--base {base} is for adapters, and {path} has no {CONFIG}; leave --base out")
-    tree["model"], settings = {"from": str(path)}, published_settings(str(path))
+    tree["model"] = {"from": str(path)}
+    settings = published_settings(str(path))
     if settings["kind"] == "clip":
         return tree | {"task": "contrastive"}  # its rows are those of `data.call`, which is given beside it
     made_up = {"kind": "synthetic", "num_rows": _MADE_UP_ROWS}

@@ -132,7 +132,8 @@ class Interrupt:
     def _raising(self, close: Callable[[], object] | None) -> Iterator[None]:
         before = self._raises, self._close
         try:
-            self._raises, self._close = True, close
+            self._raises = True
+            self._close = close
             yield
         finally:
             # While the watcher closes the run in place of this thread, this thread waits for the end.
@@ -190,13 +191,16 @@ class Interrupt:
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        is_first, self._wanted = not self._wanted, True
+        is_first = not self._wanted
+        self._wanted = True
         self._note_reason(number)
         if is_first and self._raises:
             raise StopNow
 
     def _watch(self, descriptor: int) -> None:
-        presses, is_told, insisted = 0, False, None
+        presses = 0
+        is_told = False
+        insisted = None
         while True:
             ready, _, _ = select.select([descriptor], [], [], None if self._since is None else _TICK_SECONDS)
             heard = os.read(descriptor, 64) if ready else b""

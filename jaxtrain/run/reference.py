@@ -29,7 +29,8 @@ FILE = "reference.npz"
 
 def first_reference(run: Run, state: TrainState, run_dir: Path, progress: Progress) -> tuple[Run, str]:
     """The run with the numbers in its rows, computed by the state that it starts from, and the digest of their file."""
-    config, shards = run.config, run.step.mesh.size
+    config = run.config
+    shards = run.step.mesh.size
     # As large as what a step computes at once.
     size = -(-(config.train.global_batch_size // config.train.accumulation_steps) // shards) * shards
     how: dict[str, Any] = {"batch_size": size, "workers": reading_threads(config)}

@@ -1,6 +1,6 @@
 """What a run begins with or goes on from: which checkpoint, what may have changed since, and the state in it."""
 
-import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,10 @@ from jaxtrain.metrics.history import flat
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.run.callbacks import Given
-from jaxtrain.runtime.tree import path_name
+from jaxtrain.runtime.tree import path_name, paths_of
 from jaxtrain.train.assemble import OwnStep, Run
 from jaxtrain.train.base import BaseRecord, base_of, describe_base, with_base, without_base
+from jaxtrain.train.code import PARTS
 from jaxtrain.train.start import restore_base
 from jaxtrain.train.state import (
     EvaluationState,
@@ -40,20 +41,25 @@ from jaxtrain.train.state import (
 )
 from jaxtrain.train.step import TrainStep
 
-_GO_ON = "use another run_dir, resume='never' to start anew, or resume='must' to resume with the change"
+_GO_ON = (
+    "use another run_dir, resume='never' (--resume never) to start anew, or resume='must' (--resume must) to resume "
+    "with the change"
+)
 _SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
-# What may change without the trained numbers being others: where and how fast a run computes, and what it writes. Other
-# data is noticed by its content, and more steps are how a run is made longer.
+# What is beside the step: other data is noticed by its content.
+_BESIDE_THE_STEP = (
+    *("data", "checkpoint", "evaluation", "logging", "profile", "watchdog", "name", "compilation_cache"),
+    *("compiler_options", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
+)
+# What may change without the trained numbers being others: where and how fast a run computes, and what it writes. More
+# steps are how a run is made longer.
 MAY_CHANGE = (
-    *("data", "parallel", "remat", "checkpoint", "evaluation", "logging", "profile", "watchdog"),
-    *("name", "compilation_cache", "compiler_options", "optimizer.offload", "model.attention", "loss.logits"),
-    *("loss.block", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
+    *_BESIDE_THE_STEP,
+    *("parallel", "remat", "optimizer.offload", "model.attention", "loss.logits", "loss.block"),
 )
 # Evaluations before and after a change of these cannot be compared, as early stopping and `keep_best` do.
-_COMPARED = (
-    *("evaluation.max_batches", "evaluation.early_stopping.metric", "evaluation.early_stopping.mode"),
-    *("task", "loss.label_smoothing", "loss.beta"),
-)
+_COMPARED = ("evaluation.max_batches", "task", "loss.label_smoothing", "loss.beta")
+_COMPARED_BY_EARLY_STOPPING = ("evaluation.early_stopping.metric", "evaluation.early_stopping.mode")
 # What the stream of batches has of the config; the rest of it describes the data.
 _BATCH_KEYS = ("seed", "global_batch_size")
 # What a run asks to be given again; other data is noticed by its content.
@@ -66,12 +72,23 @@ def is_within(key: str, names: Sequence[str]) -> bool:
 
 
 def choose_start(checkpointer: Checkpointer, resume: str | None) -> int | None:
-    """The step to resume, or None for a fresh start."""
+    """Return the step to resume, or None for a fresh start.
+
+    Raises:
+        CheckpointError: `resume` is must and there is no checkpoint.
+    """
+
+    def latest_step() -> int:
+        step = checkpointer.latest_step()
+        return -1 if step is None else step
+
     # Process 0 decides for all: another may see an older listing of a network file system.
-    found = from_process_0(lambda: -1 if (step := checkpointer.latest_step()) is None else step)
-    if resume == "must" and found < 0:
+    step = from_process_0(latest_step)
+    if step >= 0 and resume != "never":
+        return step
+    if resume == "must":
         raise CheckpointError(f"--resume must, but there is no checkpoint in {checkpointer.directory}; use auto")
-    return None if resume == "never" or found < 0 else found
+    return None
 
 
 def run_metadata(run: Run, given: Given) -> dict[str, Any]:
@@ -93,63 +110,111 @@ def run_metadata(run: Run, given: Given) -> dict[str, Any]:
     }
 
 
+def run_identity(metadata: Mapping[str, Any]) -> str:
+    """Return a digest of what makes a run the same on every machine: its name, config and data."""
+    may_change = (*MAY_CHANGE, "train.steps")
+    config = {key: value for key, value in flat(metadata["config"]).items() if not is_within(key, may_change)}
+    content = [metadata["name"], config, metadata["stream"]]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def check_resumed(
     checkpointer: Checkpointer, step: TrainStep, current: Mapping[str, Any], *, run_dir: Path, may_change: bool
-) -> list[str]:
-    """What changed since the newest checkpoint, each as `train.steps 600 -> 1200`, once this run can go on from it."""
+) -> dict[str, str]:
+    """Return what changed since the newest checkpoint, key -> `train.steps 600 -> 1200`, if this run may resume it."""
     saved = checkpointer.metadata()
-    before, after = saved["config"], current["config"]
-    changes = _part_changes(saved, current, run_dir) | config_changes(before, after)
+    before = saved["config"]
+    after = current["config"]
+    _check_parts(saved, current, run_dir)
     check_stream(saved["stream"], current["stream"], run_dir=run_dir)
-    shown = {key: f"{key} {old} -> {new}" for key, (old, new) in changes.items()}
-    compares = after["evaluation"]["early_stopping"] or after["checkpoint"]["keep_best"]
-    # The group of early stopping is None where there is none: one that begins compares with nothing before it.
-    others = [shown[key] for key in changes if is_within(key, _COMPARED) and (changes[key][0] or "early" not in key)]
-    if compares and others:
-        raise ConfigError(f"{', '.join(others)}: evaluations before and after could not be compared; {_SET_BACK}")
-    # A run that trained something else would return its old numbers as the new ones.
-    is_longer = after["train"]["steps"] >= before["train"]["steps"]
-    allowed = (*MAY_CHANGE, "train.steps") if is_longer else MAY_CHANGE
-    differ = [text for key, text in shown.items() if not is_within(key, allowed)]
-    if differ and not may_change:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(f"{run_dir} holds a run with another configuration: {', '.join(differ[:3])}{more}; {_GO_ON}")
+    texts = config_changes(before, after)
+    if after["evaluation"]["early_stopping"] or after["checkpoint"]["keep_best"]:
+        compared = _COMPARED
+        if before["evaluation"]["early_stopping"]:
+            compared += _COMPARED_BY_EARLY_STOPPING
+        refused = [text for key, text in texts.items() if is_within(key, compared)]
+        if refused:
+            raise ConfigError(f"{', '.join(refused)}: evaluations before and after could not be compared; {_SET_BACK}")
+    if not may_change:
+        allowed = MAY_CHANGE
+        # A run may become longer. A shorter one would return the numbers of the longer one.
+        if after["train"]["steps"] >= before["train"]["steps"]:
+            allowed += ("train.steps",)
+        refused = [text for key, text in texts.items() if not is_within(key, allowed)]
+        if refused:
+            more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+            raise ConfigError(
+                f"{run_dir} holds a run with another configuration: {', '.join(refused[:3])}{more}; {_GO_ON}"
+            )
     try:
         checkpointer.check_like(without_base(step.abstract_state, trained_leaves(step)))
     except CheckpointError as error:
-        changed = f"changed since: {', '.join([*shown.values()][:3])}; " if shown else ""
-        raise CheckpointError(f"{error}; {changed}{_SET_BACK}") from None
-    return [*shown.values()]
+        cause = f"changed since: {', '.join([*texts.values()][:3])}; " if texts else ""
+        raise CheckpointError(f"{error}; {cause}{_SET_BACK}") from None
+    return texts
+
+
+def check_code(
+    saved: Mapping[str, Any], current: Mapping[str, Any], changes: Mapping[str, str], *, run_dir: Path, may_change: bool
+) -> str:
+    """Compare the code of a run that resumes with that of its checkpoint, and return what to say of both.
+
+    They are compared where nothing else changes the program of a step: neither settings (`changes`, of
+    `check_resumed`) nor devices, layout and versions. More steps change what the config's optimizer does, no more.
+
+    Raises:
+        ConfigError: the code is another one, and `may_change` is False.
+    """
+    texts = [*changes.values()][:5]
+    same = f"same config except {', '.join(texts)}" if texts else "same config"
+    before = saved.get("code")
+    after = current["code"]
+    is_altered = any(not is_within(key, (*_BESIDE_THE_STEP, "train.steps")) for key in changes)
+    if is_altered or before is None or before["conditions"] != after["conditions"]:
+        return f"{same} (code not compared)"
+    compared = ["step", "initial state"]
+    if "train.steps" in changes and current["from_python"]["optimizer"] is None:
+        compared = ["model", "loss", "initial state"]
+    if all(before[key] == after[key] for key in compared):
+        return f"{same}, same code"
+    parts = [part for part in PARTS if before[part] != after[part]]
+    cause = f"the code of the {' and '.join(parts) or 'step'} changed"
+    if may_change:
+        return ", ".join([cause, *texts])
+    raise ConfigError(f"{cause} since {run_dir} was trained; {_GO_ON}")
 
 
 def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path) -> None:
-    """Refuse to go on with other batches: batch k would hold other rows, or evaluations be of other rows."""
-    before, after = flat(saved), flat(current)
-    differ = [key for key in (*_BATCH_KEYS, *sorted({*before, *after})) if before.get(key) != after.get(key)]
-    if not differ:
-        return
-    key = differ[0]
-    if key in _BATCH_KEYS:
-        change = f"{key} {before.get(key)} -> {after.get(key)}"
-        raise ConfigError(
-            f"{run_dir} holds a run with another configuration: {change}, which no resume changes; {_SET_BACK}"
-        )
-    how = "evaluated on other held-out rows" if key.startswith("validation.") else "trained on other data"
-    raise DataError(f"the checkpoint was {how}: {key} was {before.get(key)!r}, is {after.get(key)!r}; {_SET_BACK}")
+    """Refuse to resume with other batches: batch k would hold other rows, or evaluations be of other rows."""
+    before = flat(saved)
+    after = flat(current)
+    for key in (*_BATCH_KEYS, *sorted(before.keys() | after.keys())):
+        old = before.get(key)
+        new = after.get(key)
+        if old == new:
+            continue
+        if key in _BATCH_KEYS:
+            raise ConfigError(
+                f"{run_dir} holds a run with another configuration: {key} {old} -> {new}, which no resume changes; "
+                f"{_SET_BACK}"
+            )
+        use = "evaluated on other held-out rows" if key.startswith("validation.") else "trained on other data"
+        raise DataError(f"the checkpoint was {use}: {key} was {old!r}, is {new!r}; {_SET_BACK}")
 
 
-def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> its value before and after, where two resolved configs differ; of a new kind, the kind alone."""
-    before, after = flat(saved), flat(current)
-    found = {key: (before.get(key), after.get(key)) for key in sorted({*before, *after})}
-    found = {key: values for key, values in found.items() if values[0] != values[1]}
-    kinds = [key.removesuffix(".kind") for key in found if key.endswith(".kind")]
-    return {key: values for key, values in found.items() if key.endswith(".kind") or not is_within(key, kinds)}
+def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return key -> `key old -> new` where two resolved configs differ; of a new kind, the kind alone."""
+    before = flat(saved)
+    after = flat(current)
+    keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    groups = [key.removesuffix(".kind") for key in keys if key.endswith(".kind")]
+    keys = [key for key in keys if key.endswith(".kind") or not is_within(key, groups)]
+    return {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
 
 
-def _part_changes(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: Path) -> dict[str, tuple[Any, Any]]:
-    """Model, task and optimizer whose names differ, as part -> names before and after."""
-    before, after = recorded_parts(saved), recorded_parts(current)
+def _check_parts(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: Path) -> None:
+    before = recorded_parts(saved)
+    after = recorded_parts(current)
     for part in _GIVEN_AGAIN:
         if before[part] is not None and after[part] is None:
             raise ConfigError(
@@ -157,8 +222,6 @@ def _part_changes(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir:
                 f"({before[part]}): call jt.run_config(..., {part}=...) with it (or jt.fit, if that made the run), use "
                 "another run directory, or start again with resume never"
             )
-    names = {part: (before[part] or "of the config", after[part] or "of the config") for part in _GIVEN_AGAIN}
-    return {part: (old, new) for part, (old, new) in names.items() if old != new}
 
 
 def trained_leaves(step: TrainStep) -> Callable[[str], bool] | None:
@@ -169,15 +232,18 @@ def trained_leaves(step: TrainStep) -> Callable[[str], bool] | None:
 
 def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
     """What `TrainStep.init` takes besides the seed: what the run starts from."""
-    given = {"params": own_step.params, "model_state": own_step.model_state, "skip": own_step.skip}
+    start = {
+        "params": own_step.params,
+        "model_state": own_step.model_state,
+        "skip": own_step.skip,
+        "adapter": run.config.finetune.adapter,
+    }
     published = published_from(run.config.model)
     if own_step.params is None and published is not None:
-        given |= {"params": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
-    if run.config.finetune.adapter is not None:
-        given["adapter"] = run.config.finetune.adapter
-    path = given["params"]
+        start |= {"params": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
+    path = start["params"]
     if trained_leaves(run.step) is None or path is None:
-        return given
+        return start
     if not isinstance(path, str | Path):
         raise ConfigError(
             "checkpoints of adapters name their base weights, but params= are arrays; give the path of a run, of a "
@@ -185,36 +251,42 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
         )
     if not is_published(path):
         # The base of a run is one of its steps: the newest may be another one when it is asked for again.
-        found = find_checkpoint(path)
-        step = list_steps(found.directory)[-1] if found.step is None else found.step
-        given["params"] = str(found.directory / str(step))
-    return given
+        checkpoint = find_checkpoint(path)
+        step = list_steps(checkpoint.directory)[-1] if checkpoint.step is None else checkpoint.step
+        start["params"] = str(checkpoint.directory / str(step))
+    return start
 
 
-def describe_start(run: Run, state: TrainState, given: Mapping[str, Any]) -> BaseRecord | None:
-    """The base of a run that starts, from its state at step 0; None where its checkpoints hold every parameter."""
-    trains, path = trained_leaves(run.step), given["params"]
+def describe_start(run: Run, state: TrainState, start: Mapping[str, Any]) -> BaseRecord | None:
+    """Return the base of a run that starts, from its state at step 0, or None if checkpoints hold every parameter."""
+    trains = trained_leaves(run.step)
+    path = start["params"]
+    seed = run.config.seed
     if trains is None:
         return None
-    describe = functools.partial(describe_base, state.params, trains)
     if path is None:
-        return describe(format="drawn", path=None, seed=run.config.seed)
-    how = {"path": str(path) if is_store_address(str(path)) else str(Path(path).absolute()), "seed": run.config.seed}
-    return describe(format="published" if is_published(path) else "run", skip=tuple(given["skip"]), **how)
+        return describe_base(state.params, trains, format="drawn", path=None, seed=seed)
+    format = "published" if is_published(path) else "run"
+    path = str(path) if is_store_address(str(path)) else str(Path(path).absolute())
+    return describe_base(state.params, trains, format=format, path=path, seed=seed, skip=tuple(start["skip"]))
 
 
 def resumed_state(
     run: Run, run_dir: Path, own_step: OwnStep, checkpointer: Checkpointer
 ) -> tuple[TrainState, BaseRecord | None]:
-    """The newest intact state of a run, whole, and its base where checkpoints do not hold it."""
-    trains, path = trained_leaves(run.step), own_step.params
+    """Restore the newest intact state of a run, and return its base if checkpoints do not hold that."""
+    trains = trained_leaves(run.step)
     state = checkpointer.restore(without_base(run.step.abstract_state, trains))
-    record = None if trains is None else base_of(checkpointer.metadata(int(state.step)))
-    if record is None or trains is None:
+    if trains is None:
         return state, None
-    moved_to = published_from(run.config.model) if path is None else str(path)
-    only, model = (lambda path: not trains(path)), run.step.sharded_model
-    return with_base(state, restore_base(model, record, run_dir=run_dir, only=only, moved_to=moved_to)), record
+    base = base_of(checkpointer.metadata(int(state.step)))
+    if base is None:
+        return state, None
+    moved_to = published_from(run.config.model) if own_step.params is None else str(own_step.params)
+    params = restore_base(
+        run.step.sharded_model, base, run_dir=run_dir, only=lambda path: not trains(path), moved_to=moved_to
+    )
+    return with_base(state, params), base
 
 
 def restore_for_evaluation(
@@ -267,9 +339,11 @@ def _restore(
         saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
         model_state = averaged_model_state(saved, model_state)
     if base is not None:
-        own = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-        only = {"only": lambda path: path not in own}
-        params = merge_leaves(params, restore_base(sharded_model, base, run_dir=run_dir, moved_to=moved_to, **only))
+        paths = paths_of(params)
+        frozen = restore_base(
+            sharded_model, base, run_dir=run_dir, moved_to=moved_to, only=lambda path: path not in paths
+        )
+        params = merge_leaves(params, frozen)
     return EvaluationState(params, model_state, step)
 
 

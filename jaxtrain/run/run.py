@@ -1,7 +1,6 @@
 """A run from its config to its result: start the process, hold the directory, make the session, train."""
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -10,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.run_folder import Owner
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import check_kinds
+from jaxtrain.config.model import published_from
 from jaxtrain.config.schema import EvaluationConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data import Data
@@ -28,13 +25,14 @@ from jaxtrain.layout.rules import config_degrees
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.history import flat, read_rows
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import package_versions, read_run_info, run_text
+from jaxtrain.metrics.runinfo import PACKAGES, package_versions, read_run_info, run_text
 from jaxtrain.metrics.throughput import TimeSpent
 from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
+from jaxtrain.plan.compile import sharded_bytes
 from jaxtrain.run.callbacks import EARLY_STOPPED, Callback, EarlyStopping, Given, Watch, sorted_callbacks
-from jaxtrain.run.directory import RunLock, folder_of, set_aside
+from jaxtrain.run.directory import RunLock, folder_of
 from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator
 from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import train
@@ -42,16 +40,18 @@ from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, with_kept_reference
 from jaxtrain.run.resume import (
+    check_code,
     check_resumed,
     choose_start,
     describe_start,
     is_within,
     resumed_state,
+    run_identity,
     run_metadata,
     start_of,
     trained_leaves,
 )
-from jaxtrain.run.saving import RunSaves, begin_folder, take_folder
+from jaxtrain.run.saving import RunSaves, begin_folder, open_checkpoints, take_up_files
 from jaxtrain.run.session import Session
 from jaxtrain.run.watchdog import Activity, watched
 from jaxtrain.runtime import distributed
@@ -60,6 +60,7 @@ from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import Facts, check_devices, is_main_process, together
 from jaxtrain.train.assemble import OwnStep, Run, assemble, open_run_data
 from jaxtrain.train.base import BaseRecord, without_base
+from jaxtrain.train.code import step_code
 from jaxtrain.train.parallelism import check_parts
 from jaxtrain.train.state import TrainState
 
@@ -125,8 +126,8 @@ def run_config(
         run_dir: where the run is written; None: runs/<name>, or the run itself where `config` is the directory of one,
             which then goes on.
         resume: None goes on with the run that the directory holds if its configuration trains the same (more steps are
-            allowed) and refuses another one; auto and must go on with whatever changed, must only if there is a
-            checkpoint; never starts anew.
+            allowed) and refuses another one; auto goes on with other settings, must with other code too, and only if
+            there is a checkpoint; never starts anew.
         emulate: pretend to have this many CPU devices.
         model, task, data: your own instead of the config's.
         optimizer: any optax transformation instead of the config's, whose `clip_norm`, `ema_decay`, `freeze` and
@@ -255,50 +256,70 @@ def prepare_session(
     with spent.measure("reading data"):
         run = together(lambda: _assembled(loaded, given, progress), says=_facts_of)
     interrupt.check()
-    checkpointer, owner = _open_checkpoints(run, run_dir, given.resume, progress)
+    metadata = run_metadata(run, given)
+    checkpointer, owner = open_checkpoints(
+        run.config.checkpoint,
+        run_dir,
+        name=run.name,
+        identity=run_identity(metadata),
+        resume=given.resume,
+        report=progress.message,
+    )
     with closing_on_failure(lambda status: checkpointer.close()):
         resumed = choose_start(checkpointer, given.resume)
-        metadata, meter = run_metadata(run, given), run_meter(run, own_model=given.model is not None)
-        if resumed is None:
-            notes = [] if given.model is not None else _published_notes(run, given.own_step)
-        else:
-            may_change = given.resume is not None
-            changes = check_resumed(checkpointer, run.step, metadata, run_dir=run_dir, may_change=may_change)
-            same = f"same config except {', '.join(changes[:5])}" if changes else "same config"
-            notes = [f"resuming step {resumed} from {checkpointer.directory}: {same}"]
+        meter = run_meter(run, own_model=given.model is not None)
+        notes = [*loaded.notes]
+        if resumed is None and given.model is None:
+            notes += _published_notes(run, given.own_step)
+        if resumed is not None:
+            changes = check_resumed(
+                checkpointer, run.step, metadata, run_dir=run_dir, may_change=given.resume is not None
+            )
+            if run.config.checkpoint.directory is not None:
+                take_up_files(checkpointer.directory, run_dir)
             if run.awaits_reference:
                 metadata["reference"] = checkpointer.metadata().get("reference")
                 run = with_kept_reference(run, run_dir, metadata["reference"])
-        units = f"{meter.units_per_step:,.0f} {run.data.unit}"
-        for line in _banner(run, run_dir, [*loaded.notes, *notes], units=units):
+        for line in _banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"):
             progress.message(line)
+        with spent.measure("compiling"):
+            traced = together(lambda: _Traced(run, given.own_step, progress))
+        metadata["code"] = traced.code
         record = RunRecord(run_dir, spent, report=progress.message)
         callbacks = sorted_callbacks(given.callbacks)[0]
         if resumed is None:
-            state, base = _first_state(run, given.own_step, progress, spent)
+            state, base = _first_state(run, given.own_step, traced, progress, spent)
         else:
+            saved = checkpointer.metadata()
+            same = together(
+                lambda: check_code(saved, metadata, changes, run_dir=run_dir, may_change=given.resume == "must")
+            )
+            progress.message(f"resuming step {resumed} from {checkpointer.directory}: {same}")
             with progress.phase("restoring checkpoint"), spent.measure("creating state"):
                 state, base = resumed_state(run, run_dir, given.own_step, checkpointer)
         start = 0 if resumed is None else int(state.step)
         watch = Watch(run.config, run_dir, callbacks, start=start, log=record.log)
-        has_ended = start >= run.config.train.steps or watch.status is not None
+        is_done = start >= run.config.train.steps
+        has_ended = is_done or watch.status is not None
         if has_ended:
-            is_done = start >= run.config.train.steps
-            how, key = ("trained to", "train.steps") if is_done else ("stopped early at", "the patience")
+            how = "trained to" if is_done else "stopped early at"
+            key = "train.steps" if is_done else "the patience"
             progress.message(f"already {how} step {start}: raise {key} to continue, or start again with --resume never")
         elif resumed is not None:
             with spent.measure("compiling"):
-                _compile(run, progress, None)
+                _compile(run, traced, progress, None)
         interrupt.check()
         activity.begins_at(start)
         metadata["base"] = None if base is None else base.as_json()
         if resumed is None:
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
-            _begin_directory(run, run_dir, checkpointer, progress)
+            if is_main_process():
+                begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
             if run.awaits_reference:
                 with spent.measure("evaluation"):
                     run, metadata["reference"] = first_reference(run, state, run_dir, progress)
-        is_over, logged = has_ended and _has_closed(run_dir), _logged(run_dir, start) if has_ended else {}
+        is_over = has_ended and _has_closed(run_dir)
+        logged = _logged(run_dir, start) if has_ended else {}
         if not is_over:
             record.open(loaded, run, metadata, start=start)
         return Session(
@@ -308,7 +329,7 @@ def prepare_session(
             state=state,
             metadata=metadata,
             checkpointer=checkpointer,
-            saves=RunSaves(checkpointer, run.config.checkpoint, report=progress.message, owner=owner),
+            saves=RunSaves(checkpointer, run.config.checkpoint, run_dir, report=progress.message, owner=owner),
             record=record,
             steps=StepLog(run, meter=meter, record=record, progress=progress, start=start),
             evaluator=Evaluator(run.step),
@@ -332,7 +353,8 @@ def _published_notes(run: Run, own_step: OwnStep) -> list[str]:
 
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:
     """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""
-    config, data = loaded.config, given.data
+    config = loaded.config
+    data = given.data
     if given.own_step.mesh is None:
         make_mesh(**config_degrees(config.parallel), devices=None)
     if given.model is None and data is None:
@@ -353,30 +375,6 @@ def _facts_of(run: Run) -> Facts:
     return {name: (str(value), "") for name, value in named.items()}
 
 
-def _open_checkpoints(
-    run: Run, run_dir: Path, resume: str | None, progress: Progress
-) -> tuple[Checkpointer, Owner | None]:
-    """The checkpoints of the run, and this start's hold on their folder."""
-    keep, report = run.config.checkpoint, progress.message
-    folder, owner = take_folder(keep, run_dir, name=run.name, resume=resume, report=report)
-    checkpointer = Checkpointer(
-        folder,
-        keep_last=keep.keep_last,
-        keep_every=keep.keep_every,
-        keep_best=keep.keep_best,
-        report=report,
-    )
-    return checkpointer, owner
-
-
-def _begin_directory(run: Run, run_dir: Path, checkpointer: Checkpointer, progress: Progress) -> None:
-    """Move what an earlier run left aside."""
-    if is_main_process():
-        if (previous := set_aside(run_dir)) is not None:
-            progress.message(f"the files of an earlier run were moved to {previous}")
-        begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
-
-
 def _has_closed(run_dir: Path) -> bool:
     """Whether run.json has the end of the run."""
     return bool(from_process_0(lambda: read_run_info(run_dir).get("status") in ("done", EARLY_STOPPED)))
@@ -390,39 +388,43 @@ def _logged(run_dir: Path, step: int) -> dict[str, Any]:
 
 def _banner(run: Run, run_dir: Path, notes: Sequence[str], *, units: str) -> list[str]:
     """The lines that are shown before a run compiles: model, data, devices and what was chosen for it."""
-    config, mesh, step = run.config, run.step.mesh, run.step
-    places = zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True)
-    memory = {False: 0, True: 0}  # on the host?
-    for leaf, is_on_host in places:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            memory[bool(is_on_host)] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    degrees = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-    accumulation, trains = config.train.accumulation_steps, trained_leaves(step)
-    lines = [
+    config = run.config
+    step = run.step
+    accumulation = config.train.accumulation_steps
+    title = (
         f"{run.name}: {step.model.name}, {format_count(run.num_parameters)} parameters, "
-        f"{config.train.steps:,} steps of {units}" + (f" in {accumulation} microbatches" if accumulation > 1 else "")
-    ]
+        f"{config.train.steps:,} steps of {units}"
+    )
+    if accumulation > 1:
+        title += f" in {accumulation} microbatches"
+    lines = [title]
+    trains = trained_leaves(step)
     if trains is not None:
         trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(step.abstract_state, trains).params))
         lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold only these")
-    unused = unused_accelerator(jax.devices()[0].platform)
-    return [
-        *lines,
+    leaves = zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True)
+    on_host = sharded_bytes([leaf for leaf, is_on_host in leaves if is_on_host])
+    on_device = sharded_bytes(step.abstract_state) - on_host
+    degrees = " ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items() if size > 1) or "one device"
+    devices = f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
+    devices += f"state {format_bytes(on_device)} per device"
+    if on_host:
+        devices += f", {format_bytes(on_host)} on the host"
+    lines += [
         *(f"data: {line}" for line in run.data.description),
-        f"devices: {describe_devices()} ({degrees}), {config.precision.policy}, "
-        f"state {format_bytes(memory[False])} per device"
-        + (f", {format_bytes(memory[True])} on the host" if memory[True] else ""),
+        devices,
         f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
         f"run directory: {run_dir}",
-        *mesh_notes(mesh),
+        *mesh_notes(step.mesh),
         *option_notes(step.compiler_options, asked=config.compiler_options),
         *notes,
-        *([unused] if unused else []),
     ]
+    unused = unused_accelerator(jax.devices()[0].platform)
+    return [*lines, unused] if unused else lines
 
 
 def _first_state(
-    run: Run, own_step: OwnStep, progress: Progress, spent: TimeSpent
+    run: Run, own_step: OwnStep, traced: "_Traced", progress: Progress, spent: TimeSpent
 ) -> tuple[TrainState, BaseRecord | None]:
     """Compile the step and create the state of a run that begins, and describe the base of its adapters."""
     start = start_of(run, own_step)
@@ -430,14 +432,30 @@ def _first_state(
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
         created = pool.submit(lambda: run.step.init(run.config.seed, **start))
         with spent.measure("compiling"):
-            _compile(run, progress, created)
+            _compile(run, traced, progress, created)
         with progress.phase("creating state"), spent.measure("creating state"):
             state = jax.block_until_ready(created.result())
             return state, describe_start(run, state, start)
 
 
-def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -> None:
-    """Compile the step for the shapes of its batches, and show whether the program came from the cache.
+class _Traced:
+    """The step of a run, traced for the shapes of its batches: its program, what was chosen, and the digests of it."""
+
+    def __init__(self, run: Run, own_step: OwnStep, progress: Progress) -> None:
+        with progress.phase("tracing") as phase, record_choices() as choices:
+            self.program = run.step.trace(run.batches.spec())
+            phase.note("; ".join(choices))
+        self.choices = choices
+        self.code = step_code(
+            run.step,
+            self.program,
+            versions=str(package_versions((*PACKAGES, "equinox"))),
+            draws_parameters=own_step.params is None and published_from(run.config.model) is None,
+        )
+
+
+def _compile(run: Run, traced: _Traced, progress: Progress, created: Future[TrainState] | None) -> None:
+    """Compile the step that was traced, and show whether the program came from the cache.
 
     Another thread creates the state meanwhile. Of several processes, none goes on before both are done, because
     collectives of the two threads could meet in another order in another process.
@@ -451,11 +469,8 @@ def _compile(run: Run, progress: Progress, created: Future[TrainState] | None) -
 
     def attempt() -> None:
         try:
-            with progress.phase("tracing") as phase, record_choices() as choices:
-                lowered = run.step.trace(run.batches.spec()).lower()
-                phase.note("; ".join(choices))
             with progress.phase("compiling") as phase:
-                run.step.use(lowered.compile(), choices=choices)
+                run.step.use(traced.program.lower().compile(), choices=traced.choices)
                 found = "cache_hits" in seen and "cache_misses" not in seen
                 is_kept = run.config.compilation_cache is not None
                 phase.note("from cache" if found else "cached next time" if is_kept else "")

@@ -93,9 +93,11 @@ class Session:
             raise
 
     def _evaluated(self, state: TrainState) -> Scalars:
-        config, rows = self.run.config, self.run.data.validation
+        config = self.run.config
+        rows = self.run.data.validation
         assert rows is not None
-        size, most = config.train.global_batch_size, config.evaluation.max_batches
+        size = config.train.global_batch_size
+        most = config.evaluation.max_batches
         batches = held_out_batches(config, rows, size=size, max_batches=most)
         loaded = prefetch(self.run.step.loader(batches), 0, len(batches), depth=1)
         try:
@@ -113,7 +115,8 @@ class Session:
 
     def save(self, number: int, state: TrainState) -> None:
         """Begin to save the state after a step, unless it was saved."""
-        record, score = self.record, self.watch.score_after(number)
+        record = self.record
+        score = self.watch.score_after(number)
         loss = self.metrics.get("eval_loss") if self.evaluated == number else None
         with record.spent.measure("saving"):
             saved = without_base(state, trained_leaves(self.run.step))

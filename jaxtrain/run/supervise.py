@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.checkpoint.directory import live_steps
+from jaxtrain.checkpoint.directory import list_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.history import read_rows
@@ -38,10 +38,10 @@ def read_position(run_dir: Path | None) -> Position:
     """How far the run of a directory is; damaged or missing files count as nothing done."""
     if run_dir is None:
         return Position()
-    saved, rows = 0, read_rows(run_dir / "metrics.jsonl")
+    saved = 0
     with contextlib.suppress(CheckpointError):
-        saved = max(live_steps(checkpoint_folder(run_dir)), default=0)
-    return Position(max([saved, *(row["step"] for row in rows)]), saved)
+        saved = max(list_steps(checkpoint_folder(run_dir)), default=0)
+    return Position(max([saved, *(row["step"] for row in read_rows(run_dir / "metrics.jsonl"))]), saved)
 
 
 def is_restarted(code: int, *, has_trained: bool) -> bool:
@@ -70,7 +70,8 @@ def supervise(
     number, in_a_row, last_failure = 0, 0, None
     first = reached = read_position(run_dir)
     while True:
-        before, code = reached, start(number, reached != first)
+        before = reached
+        code = start(number, reached != first)
         reached = read_position(run_dir)
         trained = reached.step > before.step or reached.saved > before.saved
         if asked.is_set() or not is_restarted(code, has_trained=trained):
@@ -84,7 +85,8 @@ def supervise(
         if number == restarts:
             print_remark(f"{what} after {number} restart{'s' * (number != 1)}, as many as --restarts allows")
             return code
-        number, last_failure = number + 1, failure
+        number += 1
+        last_failure = failure
         wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)
         again = f" from step {reached.saved} (of {reached.step})" if run_dir else ""
         print_remark(f"{what}; restart {number} of {restarts} in {wait} s{again}")

@@ -24,17 +24,22 @@ from jaxtrain.runtime.heartbeats import LOST, Exchange, News, Peer, open_exchang
 from jaxtrain.runtime.terminal import in_notebook, print_remark
 
 # The steps whose median stands for a usual one; a step, or the wait for its batch, may take a multiple of that.
-_KEPT_STEPS, _TIMES_MEDIAN = 101, 10
-WAITING_FOR_DATA, IN_STEP = "waiting for data", "step"
+_KEPT_STEPS = 101
+_TIMES_MEDIAN = 10
+WAITING_FOR_DATA = "waiting for data"
+IN_STEP = "step"
 _INTERRUPTED = 130
 _TICK_SECONDS = 1.0
 # Whoever waits in the same collective as the process that failed gets an error of the network too, a moment before or
 # after the reason is known; and a process that failed by itself says its own line first.
-_REASON_SECONDS, _OWN_ERROR_SECONDS = 5.0, 2.0
+_REASON_SECONDS = 5.0
+_OWN_ERROR_SECONDS = 2.0
 # The end must not wait for a file system that hangs, nor for a terminal that nobody reads.
-_END_SECONDS, _WRITE_SECONDS = 10.0, 2.0
+_END_SECONDS = 10.0
+_WRITE_SECONDS = 2.0
 # While a process starts, one call into C code can keep its other threads from running for a minute.
-_STARTING, _PATIENCE_AT_START = ("start", "reading data"), 2
+_STARTING = ("start", "reading data")
+_PATIENCE_AT_START = 2
 # Phase -> key of its limit; of all others: other_seconds.
 _LIMITS = {
     "compiling": "compile_seconds",
@@ -118,7 +123,8 @@ def budget(config: WatchdogConfig, doing: Doing, *, median: float | None) -> tup
         limit = max(limit, _TIMES_MEDIAN * median)
     elif doing.phase == IN_STEP:
         # The first step may load libraries, or choose among kernels.
-        limit, key = max(limit, config.compile_seconds), "compile_seconds"
+        limit = max(limit, config.compile_seconds)
+        key = "compile_seconds"
     return limit, f"watchdog.{key}"
 
 
@@ -138,8 +144,11 @@ class Watchdog:
     """Watches one process of a run, from a thread of its own; stacks are written below the directory of the run."""
 
     def __init__(self, config: WatchdogConfig, activity: Activity, exchange: Exchange, run_dir: Path) -> None:
-        self._config, self._activity, self._exchange = config, activity, exchange
-        self._run_dir, self._shown_dir = run_dir.absolute(), run_dir  # a script may change the working directory
+        self._config = config
+        self._activity = activity
+        self._exchange = exchange
+        self._run_dir = run_dir.absolute()
+        self._shown_dir = run_dir  # a script may change the working directory
         limits = [value for key, value in config.model_dump().items() if key.endswith("_seconds")]
         self._tick = min(_TICK_SECONDS, min(limits) / 4)
         self._woke = 0.0
@@ -188,7 +197,8 @@ class Watchdog:
             left = self._left[1]
             self._end(f"{self._named(left.process)} ended with exit code {left.code}: {left.text}", left.code)
         # Another process that is to blame has a limit of its own.
-        doing, status = self._activity.doing, self._activity.status()
+        doing = self._activity.doing
+        status = self._activity.status()
         seconds = now - max(doing.since, self._woke)
         limit, key = budget(self._config, doing, median=self._activity.median_seconds())
         if seconds > limit and not is_behind(status, self._exchange.peers()):
@@ -228,7 +238,8 @@ class Watchdog:
         own = Peer(self._exchange.process, socket.gethostname(), self._activity.status(), time.monotonic())
         lines = [text, "", "processes:"]
         for peer in sorted([own, *self._exchange.peers()], key=lambda peer: peer.process):
-            done, seconds = peer.status.get("done"), peer.status.get("seconds", 0)
+            done = peer.status.get("done")
+            seconds = peer.status.get("seconds", 0)
             what = f"{_place(peer.status)} for {seconds} s; last step done: {done}"
             heard = f"heard {time.monotonic() - peer.heard:.0f} s ago"
             lines.append(f"  process {peer.process} (host {peer.host}): {what}; {heard}")
@@ -257,7 +268,8 @@ def watched(config: WatchdogConfig | None, run_dir: Path) -> Iterator[Activity]:
 
     Nothing is watched where `config` is None, nor in a notebook: to end the kernel would take other work along.
     """
-    activity, exchange = Activity(), open_exchange(wanted=config is not None)
+    activity = Activity()
+    exchange = open_exchange(wanted=config is not None)
     if config is None or in_notebook():
         exchange.close()
         yield activity

@@ -78,7 +78,8 @@ def pod_training(
     if loaded.run_dir is not None:
         raise ConfigError(f"CONFIG {config} is a run on this machine; name a shipped config or a YAML file")
     run_folder(run_dir, loaded.name)
-    place, file = config, None
+    place = config
+    file = None
     if config not in shipped_configs():
         path = find_config(config)
         text = path.read_text(encoding="utf-8")
@@ -97,7 +98,8 @@ def _checked(config: str, overrides: Sequence[str], num_devices: int | None) -> 
     for word in overrides:
         if redacted_words([word]) != [word]:
             raise ConfigError(_secret(word.partition("=")[0]))
-    parallel, train = loaded.config.parallel, loaded.config.train
+    parallel = loaded.config.parallel
+    train = loaded.config.train
     if num_devices is not None and not parallel.auto:
         degrees = resolve_degrees(config_degrees(parallel), num_devices)
         microbatches = step_microbatches(parallel, degrees["pipe"], train.accumulation_steps)

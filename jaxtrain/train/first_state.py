@@ -31,7 +31,9 @@ class FirstState:
     """
 
     def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):
-        self._create, self._shardings, self._shapes = create, shardings, wanted
+        self._create = create
+        self._shardings = shardings
+        self._shapes = wanted
         self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
         self._wanted = paths_of(wanted.params)
         # What is left out -> the program.

@@ -55,6 +55,7 @@ class TrainStep:
         program: what the step is made of, and what its pure functions take.
         sharded_model, task, optimizer, pipeline: its parts.
         feed: how batches reach the mesh.
+        drawn: the trace of how a state is drawn from a key.
         abstract_state: a `TrainState` of `ShapeDtypeStruct`s with their shardings: the target to restore into.
         state_shardings: those shardings.
         state_on_host: a `TrainState` that says of each array whether it is kept in the host's memory.
@@ -84,7 +85,8 @@ class TrainStep:
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
             return create_state(program, key, params=params, model_state=model_state)
 
-        shapes = jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+        self.drawn = jax.jit(create).trace(jax.eval_shape(lambda: jax.random.key(0)))
+        shapes = self.drawn.out_info
         offload = program.settings.offload_optimizer
         self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
         self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=offload)

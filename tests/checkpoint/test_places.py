@@ -1,22 +1,19 @@
 """Addresses of object stores without any store: how they are written, and what is said where a client is missing."""
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, places
+from jaxtrain.checkpoint import Checkpointer, places, run_folder
 from jaxtrain.checkpoint.places import EXTRAS, RemotePath
-from jaxtrain.checkpoint.run_folder import (
-    MARKER,
-    checkpoint_folder,
-    take,
-    write_note,
-)
+from jaxtrain.checkpoint.run_folder import MARKER, NOTE, checkpoint_folder
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.saving import take_folder
+from jaxtrain.run.saving import open_checkpoints
 
 
 def test_an_address_has_one_form():
@@ -46,47 +43,56 @@ def with_step(folder: Path, step: int) -> Path:
     return folder
 
 
+def take(folder: Path, run_dir: Path, *, identity: str = "an identity", takes_over: bool = False) -> str | None:
+    """What is said where a start takes a folder."""
+    run_dir.mkdir(exist_ok=True)
+    lines: list[str] = []
+    options = {"identity": identity, "takes_over": takes_over, "report": lines.append}
+    run_folder.take(folder, run_dir, name=run_dir.name, **options)
+    return "\n".join(lines) or None
+
+
 def test_steps_that_nobody_signed_are_not_taken_for_ones_own(tmp_path: Path):
     """As where `checkpoint.directory` names the folder of another run's directory."""
     run = tmp_path / "a"
-    run.mkdir()
     others = with_step(tmp_path / "b" / "checkpoints", 4)
-    with pytest.raises(ConfigError, match=r"^checkpoint.directory: [^\n]*does not name; [^\n]*--resume must[^\n]*$"):
-        take(others, run, name="a", takes_over=False)
+    with pytest.raises(ConfigError, match=r"^checkpoint.directory: [^\n]*does not name, [^\n]*--resume must[^\n]*$"):
+        take(others, run)
     assert list(run.iterdir()) == []
     assert not (others / MARKER).exists()
-    take(others, run, name="a", takes_over=True)
-    (others / MARKER).unlink()
-    assert take(others, run, name="a", takes_over=False)[1] is None  # the note in the run directory knows it
-    take(with_step(run / "checkpoints", 4), run, name="a", takes_over=False)
+    assert take(others, run, takes_over=True) is None
+    assert take(others, run) is None
+    assert take(with_step(run / "checkpoints", 4), run) is None
 
 
-def test_a_copy_of_a_run_directory_is_another_run(tmp_path: Path):
-    """It holds the same identity; a run directory that was moved has left nothing behind."""
-    folder, first, copy = with_step(tmp_path / "store", 4), tmp_path / "a", tmp_path / "b"
-    first.mkdir()
-    write_note(first, folder, "an identity")
-    take(folder, first, name="a", takes_over=False)
-    shutil.copytree(first, copy)
-    with pytest.raises(
-        ConfigError, match=rf"holds the checkpoints of the run a \({first} on [^\n]*--resume must[^\n]*$"
-    ):
-        take(folder, copy, name="a", takes_over=False)
-    moved = first.rename(tmp_path / "c")
-    assert take(folder, moved, name="a", takes_over=False)[1] is None
-    _, line = take(folder, copy, name="a", takes_over=True)
-    assert f"taken over from the run a ({moved} on " in str(line)
-    assert take(folder, copy, name="a", takes_over=False)[1] is None
+def test_a_run_is_told_by_its_identity_wherever_it_starts(tmp_path: Path):
+    """On a new machine the run directory is gone; a copy of it whose config was changed is another run."""
+    folder, first, second = with_step(tmp_path / "store", 4), tmp_path / "a", tmp_path / "b"
+    take(folder, first, takes_over=True)
+    assert take(folder, first, identity="another") is None, "its directory says that it is the run"
+    assert take(folder, first) is None
+    assert f"taken over from the run a ({first} on " in str(take(folder, second))
+    shutil.copytree(second, first, dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=rf"the run b \({second} on [^\n]*another name, config[^\n]*--resume must"):
+        take(folder, first, identity="another")
+    assert take(folder, second) is None
+    assert "taken over from the run b" in str(take(folder, first, identity="another", takes_over=True))
+    (first / NOTE).unlink()  # at the same path on a fresh disk
     with pytest.raises(ConfigError, match="holds the checkpoints of the run a"):
-        take(folder, moved, name="a", takes_over=False)
+        take(folder, first)
 
 
 def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path):
     """Or its former checkpoints would be the ones that are evaluated."""
-    write_note(tmp_path, with_step(tmp_path / "elsewhere", 4), "an identity")
-    here = with_step(tmp_path / "checkpoints", 4)
-    options = {"name": "a", "report": print}
-    assert take_folder(CheckpointConfig(), tmp_path, resume="never", **options) == (here, None)
-    assert checkpoint_folder(tmp_path) == tmp_path / "elsewhere"  # until what is there is moved aside
-    assert take_folder(CheckpointConfig(), tmp_path, resume=None, **options) == (here, None)
+    elsewhere, here = with_step(tmp_path / "elsewhere", 4), with_step(tmp_path / "checkpoints", 4)
+    (tmp_path / NOTE).write_text(json.dumps({"directory": str(elsewhere)}))
+    options = {"name": "a", "identity": "an identity", "report": print}
+
+    def opened(resume: str | None) -> Any:
+        checkpointer, owner = open_checkpoints(CheckpointConfig(), tmp_path, resume=resume, **options)
+        return checkpointer.directory, owner
+
+    assert opened("never") == (here, None)
+    assert checkpoint_folder(tmp_path) == elsewhere  # until what is there is moved aside
+    assert opened(None) == (here, None)
     assert checkpoint_folder(tmp_path) == here

@@ -56,7 +56,7 @@ def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: p
         processes = []
         for clock in clocks:
             monkeypatch.setattr("jaxtrain.run.saving.time.monotonic", clock)
-            processes.append(RunSaves(checkpointer, CheckpointConfig(every_minutes=2), report=print))
+            processes.append(RunSaves(checkpointer, CheckpointConfig(every_minutes=2), tmp_path, report=print))
         for number in range(1, 301):
             now += 1.0 if number < 200 else 10.0
             due = []

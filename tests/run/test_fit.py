@@ -252,7 +252,7 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
     assert fit(tmp_path, steps=3).step == 3
     assert list(losses(tmp_path)) == [1, 2, 3]
     for changes, words in (
-        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), "optimizer ScaleByAdam -> Trace"),
+        (dict(optimizer=optax.sgd(1e-2, momentum=0.9)), "is of another optimizer: 7 of 13 arrays"),
         (dict(clip_norm=1.0), r"clip_norm None -> 1\.0"),
         (dict(data=(X + 1, Y)), "trained on other data: sha256"),
     ):
@@ -263,7 +263,7 @@ def test_more_steps_go_on_and_other_parts_are_refused(tmp_path: Path) -> None:
 
 def test_another_loss_of_numbers_is_another_task(tmp_path: Path) -> None:
     fit(tmp_path, task="mae", data=(X, X), steps=1)
-    with pytest.raises(jt.ConfigError, match="task mae -> regression"):
+    with pytest.raises(jt.ConfigError, match="the code of the loss changed"):
         fit(tmp_path, task="mse", data=(X, X), steps=1)
 
 

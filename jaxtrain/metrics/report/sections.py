@@ -49,12 +49,12 @@ def time_bar(run: RunFiles) -> str:
 
 def checkpoints(run: RunFiles) -> str:
     """List the checkpoints of a run: step, size, held-out loss, and why each is kept."""
-    from jaxtrain.checkpoint.directory import live_steps, read_info
+    from jaxtrain.checkpoint.directory import list_steps, read_info
     from jaxtrain.checkpoint.run_folder import checkpoint_folder
 
     try:
         folder = checkpoint_folder(run.run_dir)
-        infos = {step: read_info(folder, step) for step in live_steps(folder)}
+        infos = {step: read_info(folder, step) for step in list_steps(folder)}
     except CheckpointError:  # there are none, or a run that trains deleted one meanwhile
         return ""
     settings = mapping(run.config.get("checkpoint"))
