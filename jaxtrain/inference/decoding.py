@@ -88,13 +88,14 @@ class Writing:
     Attributes:
         new_tokens: tokens to add to each prompt, at most; None: 200, or as many as the model has positions for.
         sampling: how tokens are chosen, of all prompts or one per prompt.
-        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        seed: of the random choices; each row has its own. Or a list of one per prompt, which is then as alone.
         stop: texts that end a row; they are not part of its text.
         skip_special_tokens: whether special tokens that the model writes are left out of the text.
         piece: tokens of each row between two looks at them, for which the host waits; None: all.
         stop_tokens: ids that end a row beside the end of text; they are not part of its text.
         add_special_tokens: whether what the tokenizer's file puts before a text is put before each prompt.
         cache_dtype: of keys and values: float32, bfloat16, float16 or int8; None: the compute dtype.
+        first_row: number of the first row among the rows with this seed, where they are several batches.
     """
 
     new_tokens: int | None
@@ -106,6 +107,7 @@ class Writing:
     stop_tokens: Collection[int] = ()
     add_special_tokens: bool = True
     cache_dtype: str | None = None
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,12 @@ def generation_pieces(
     model, batch, piece = sharded_model.model, len(encoded), writing.piece
     new_tokens, sampling, seed = writing.new_tokens or 0, writing.sampling, writing.seed
     samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
-    seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
+    if isinstance(seed, Sequence):
+        seeds = list(seed)
+        rows = [0] * len(seeds)
+    else:
+        seeds = [seed] * batch
+        rows = range(writing.first_row, writing.first_row + batch)
     if new_tokens < 1 or len(samplings) != batch or len(seeds) != batch:
         raise ConfigError(
             f"new_tokens is {new_tokens}, with {len(samplings)} samplings and {len(seeds)} seeds for {batch} prompts; "
@@ -183,7 +190,7 @@ def generation_pieces(
         )
     prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
     form = DecodingForm(new_tokens, any(one.counts_tokens for one in samplings), writing.cache_dtype)
-    rules = row_rules(samplings, seeds, writing.stop_tokens)
+    rules = row_rules(samplings, seeds, writing.stop_tokens, rows)
     start, advance = _compiled(sharded_model, form)
     with sharded_model.context():
         params = cast_params(sharded_model, params)
@@ -289,11 +296,13 @@ def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mes
     return advance
 
 
-def row_rules(samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int]) -> RowRules:
+def row_rules(
+    samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int], rows: Sequence[int] | None = None
+) -> RowRules:
     """What the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     stops = sorted(stop_tokens)
     stops += [-1] * (-len(stops) % _STOPS or _STOPS * (not stops))
-    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32))
+    return RowRules(row_sampling(samplings, seeds, rows), np.array(stops, np.int32))
 
 
 def _empty(cache: Any, prompts_BP: jax.Array, lengths_B: jax.Array, vocabulary: int, form: DecodingForm) -> Decoding:

@@ -65,7 +65,7 @@ class Alone:
         begin = len(request.tokens)
         text[:begin] = request.tokens
         np.add.at(counts[0], list(request.tokens), 1)
-        row = row_sampling([request.sampling], [request.seed])
+        row = row_sampling([request.sampling], [request.seed], [request.row])
         tokens, log_probabilities, table = [], [], np.zeros(0)
         for at in range(begin, begin + request.new_tokens):
             token, table = jax.device_get(self._next(self._params, text, np.int32(at), row, counts))
@@ -96,6 +96,7 @@ def random_requests(number: int, seed: int) -> list[Request]:
                 new_tokens=int(random.integers(1, 20)),
                 sampling=SAMPLINGS[index % len(SAMPLINGS)],
                 seed=int(random.integers(0, 1000)),
+                row=index % 3,
                 stop_tokens=frozenset({int(random.integers(0, VOCABULARY))} if index % 4 == 0 else ()),
             )
         )

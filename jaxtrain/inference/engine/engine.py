@@ -163,7 +163,7 @@ class Scheduler:
             request, sampling = ticket.request, ticket.request.sampling
             self._orders += 1
             slot.take(ticket, self._orders)
-            row = row_sampling([sampling], [request.seed])
+            row = row_sampling([sampling], [request.seed], [request.row])
             jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
             if sampling.counts_tokens:
                 size = self._programs.vocab_size

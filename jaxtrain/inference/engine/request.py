@@ -47,6 +47,7 @@ class Request:
         seed: of the random choices; the same request with the same seed gets the same tokens.
         stop_tokens: ids that end the answer; the one that does is emitted too.
         top: alternatives that are reported with each token, the likeliest first, 0 to 20.
+        row: which of several answers with this seed it is, 0 or more: row 2 is sampled as row 2 of `generate_text`.
 
     Raises:
         ConfigError: there is no token, or a number is out of its range.
@@ -63,6 +64,7 @@ class Request:
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
     top: int = 0
+    row: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
