@@ -259,9 +259,17 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
     tokenizer = tokenizer.expanduser()
     if tokenizer.suffix == ".gguf":
         return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
-    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE)
+    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE, "config.json")
     paths = {name: tokenizer.with_name(name) for name in names}
-    return {name: _text(path) for name, path in paths.items() if path.is_file()}
+    files = {name: _text(path) for name, path in paths.items() if path.is_file()}
+    config = json_beside({"config.json": files.pop("config.json", "{}")}, "config.json")
+    generation = json_beside(files, GENERATION_FILE)
+    for settings in (config, config.get("text_config")):
+        # Folders from before generation_config.json, and converted ones, say in config.json where the model stops.
+        if isinstance(settings, dict) and settings.get("eos_token_id") is not None:
+            generation.setdefault("eos_token_id", settings["eos_token_id"])
+            files[GENERATION_FILE] = json.dumps(generation)
+    return files
 
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:
