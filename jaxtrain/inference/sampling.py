@@ -198,7 +198,8 @@ def _penalized(
 def _gumbel(seed: jax.Array, row: jax.Array, position: jax.Array, *, count: int) -> jax.Array:
     """Gumbel noise of one token of one row: the largest of logits and noise is a draw from their softmax.
 
-    The row's number is folded in, because row 1 of one seed would be row 0 of the next if it were added. The generator is named, because the process may have another default, whose numbers may depend on neighbours.
+    The row's number is folded in: if it were added, row 1 of one seed would be row 0 of the next. The generator is
+    named, because the process may have another default, whose numbers may depend on neighbours.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), row)
     return jax.random.gumbel(jax.random.fold_in(key, position), (count,), jnp.float32)

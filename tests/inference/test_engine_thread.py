@@ -36,6 +36,9 @@ class CountingPrograms:
     def warm(self) -> None:
         pass
 
+    def update(self, params: Any) -> None:
+        self.runs.append(f"update {params}")
+
     def _chosen(self, tokens: np.ndarray, name: str) -> Chosen:
         assert self.gate.wait(20)
         if self.fails:
@@ -164,6 +167,35 @@ def test_a_device_that_fails_ends_every_request_in_one_line(engine):
         assert "\n" not in str(caught.value)
     with pytest.raises(EngineDead, match="the device is gone"):
         engine.submit(request(1))
+
+
+def test_new_parameters_wait_for_what_runs_and_come_before_what_waits(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    running = [engine.submit(request(10 * index)) for index in (1, 2)]
+    until(lambda: engine.counters().queued == 0)
+    later = engine.submit(request(30))
+    threading.Timer(0.05, programs.gate.set).start()
+    engine.update("new")
+    assert [ticket.finish_reason for ticket in running] == ["length", "length"]
+    assert [emitted.token for emitted in later] == [31, 32, 33]
+    updated = programs.runs.index("update new")
+    assert programs.runs[:updated].count("prefill 0") == programs.runs[updated:].count("prefill 0") == 1
+
+
+def test_an_update_of_an_engine_that_closes_is_refused(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    ticket = engine.submit(request(10))
+    until(lambda: engine.counters().queued == 0)
+    later = [engine.submit(request(20)), engine.submit(request(30))]
+    closing = threading.Timer(0.05, engine.close)
+    closing.start()
+    with pytest.raises(EngineDead, match="closed"):
+        engine.update("new")
+    programs.gate.set()
+    closing.join()
+    assert [one.finish_reason for one in (ticket, *later)] == ["length"] * 3
 
 
 def test_an_error_of_a_caller_ends_its_own_request(engine):

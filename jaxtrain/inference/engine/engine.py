@@ -27,6 +27,7 @@ from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.inference.sampling import Sampling, row_sampling
 from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.train.step import TrainStep
 
 _CLOSED = "the engine is closed; start another one"
 # What the thread gets to end in where the interpreter ends: an `on_event` that waits for the program never returns.
@@ -109,10 +110,17 @@ def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
 
 
 class Scheduler:
-    """The slots of an engine, and the steps that move their texts on; `waiting` are the requests for slots."""
+    """The slots of an engine, and the steps that move their texts on.
+
+    Attributes:
+        waiting: the requests for slots.
+        admits: whether they get the slots that are free.
+        counters: of all that was done.
+    """
 
     def __init__(self, programs: Programs, waiting: deque[Ticket]):
         self._programs, self.waiting = programs, waiting
+        self.admits = True
         self._slots = [Slot(index, rewinds=programs.keeps_positions) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
         self._orders = 0
@@ -120,8 +128,14 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or runs."""
-        return not len(self.waiting) and all(slot.ticket is None for slot in self._slots)
+        """Whether there is nothing to do."""
+        return not (self.waiting and self.admits) and not self.counters.slots_in_use
+
+    def update(self, params: Params) -> None:
+        """Take other parameters, between two requests: keys and values of the former ones are forgotten."""
+        self._programs.update(params)
+        for slot in self._slots:
+            slot.cached = []
 
     def step(self) -> None:
         """Do what is next: at most one chunk of one prompt, and one token for every answer.
@@ -135,7 +149,8 @@ class Scheduler:
         for slot in self._slots:
             if slot.ticket is not None and slot.ticket.cancelled is not None:
                 self._finish(slot, slot.ticket.cancelled)
-        self._admit()
+        if self.admits:
+            self._admit()
         reading = [slot for slot in self._slots if slot.reads]
         if reading:
             self._read(min(reading, key=lambda slot: slot.order))
@@ -248,8 +263,9 @@ class Engine:
     rounding of sums may differ between a prompt that was read whole and one whose beginning was there already.
 
     Args:
-        sharded_model: has a decoder; from `shard_model`.
-        params: of the model, on its mesh; also quantized.
+        step: a sharded model (from `shard_model`) with a decoder, or a train step.
+        params: of the model, on its mesh; also quantized. Those of a train step are copied, because its next call
+            takes over the arrays of the state. Those of a sharded model are not, where they have the compute dtype.
         slots: rows of the cache: how many requests run at a time.
         length: positions of each row, for a prompt and its answer; None: all that the model has.
         chunk: tokens of a prompt that are read between two steps of the answers.
@@ -275,7 +291,7 @@ class Engine:
 
     def __init__(
         self,
-        sharded_model: ShardedModel,
+        step: TrainStep | ShardedModel,
         params: Params,
         *,
         slots: int = 8,
@@ -284,7 +300,9 @@ class Engine:
         cache_dtype: str | None = None,
         queue: int = 256,
     ):
-        decoder = decoder_of(sharded_model.model, has_encoder=False)
+        self._is_trained = isinstance(step, TrainStep)
+        self._model = step.sharded_model if isinstance(step, TrainStep) else step
+        decoder = decoder_of(self._model.model, has_encoder=False)
         # One cache serves short and long texts, whose positions may rotate by different frequencies.
         longest = min(decoder.max_length, decoder.short_length or decoder.max_length)
         self.length = longest if length is None else length
@@ -294,11 +312,12 @@ class Engine:
                 f"{longest}, and 1 or more of the others"
             )
         self._slots, self._chunk, self._queue = slots, min(chunk, self.length), queue
-        self._model, self._params, self._cache_dtype = sharded_model, params, cache_dtype
+        self._params = params
+        self._cache_dtype = cache_dtype
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._accepted = 0
-        self._closing = self._draining = False
+        self._closing = self._draining = self._rests = False
         self.error: str | None = None
         self._compiles = CompileCounter()
         self._scheduler: Scheduler | None = None
@@ -327,8 +346,11 @@ class Engine:
             chunk=self._chunk,
             cache_dtype=self._cache_dtype,
         )
+        if self._is_trained:
+            programs.update(self._params)
         programs.warm()
-        self._params, self._vocab_size = programs.params, programs.vocab_size
+        del self._params
+        self._vocab_size = programs.vocab_size
         self._scheduler = Scheduler(programs, self._waiting)
         self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
         self._thread.start()
@@ -368,8 +390,36 @@ class Engine:
                 )
             self._waiting.append(ticket)
             self._accepted += 1
-            self._changed.notify()
+            self._changed.notify_all()
         return ticket
+
+    def update(self, params: Params) -> None:
+        """Go on with other parameters, as after steps of training; nothing is compiled.
+
+        Requests that run are finished with the former parameters, which this waits for. Those that wait for a slot and
+        later ones get the new parameters. So no answer is of both, and keys and values of the former ones are dropped.
+
+        Args:
+            params: of the same model, as in `state.params`, on any mesh. They are copied, so that a step may take
+                over the arrays afterwards.
+
+        Raises:
+            EngineDead: the engine was closed, or its device failed.
+            ConfigError: they are of another model.
+        """
+        scheduler = self._scheduler
+        assert scheduler is not None, "call start() first"
+        assert self._thread is not threading.current_thread(), "on_event would wait for its own request"
+        with self._changed:
+            scheduler.admits = False
+            try:
+                self._changed.wait_for(lambda: self._closing or self._rests)
+                if self._closing:
+                    raise EngineDead(self.error or _CLOSED)
+                scheduler.update(params)
+            finally:
+                scheduler.admits = True
+                self._changed.notify_all()
 
     def close(self, *, drain: bool = True) -> None:
         """Accept no more requests, and end the thread; without `drain` what waits or runs ends as cancelled."""
@@ -386,13 +436,15 @@ class Engine:
         with self._changed:
             self._draining = drain and (self._draining or not self._closing)
             self._closing = True
-            self._changed.notify()
+            if self._scheduler is not None:
+                self._scheduler.admits = True  # an update that waits gives up
+            self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
     def _wake(self) -> None:
         with self._changed:
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _serve(self) -> None:
         """What the thread does, until it is closed or the device fails."""
@@ -407,11 +459,15 @@ class Engine:
                 with self._changed:  # whoever comes later is refused
                     self.error = f"the engine stopped, because a step on its device failed: {reason}"
                     self._closing = True
+                    self._changed.notify_all()
             scheduler.fail_all("cancelled" if self.error is None else "failed", self.error)
 
     def _waits_for_work(self, scheduler: Scheduler) -> bool:
         """Whether another step is to be taken; waits while there is nothing to do."""
         with self._changed:
             while scheduler.is_idle and not self._closing:
+                self._rests = True
+                self._changed.notify_all()  # an update waits for it
                 self._changed.wait()
+                self._rests = False
             return not self._closing or (self._draining and not scheduler.is_idle)

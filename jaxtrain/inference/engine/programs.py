@@ -268,13 +268,9 @@ class Programs:
         self.keeps_positions = decoder.keeps_positions
         dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
         self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
-        # Once, and not in every step, which would read the parameters as they are stored.
-        self.params = cast_floats(params, sharded_model.policy.compute_dtype)
+        self.params = self._held(params)
         one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         with sharded_model.context():
-            if sharded_model.layout.state_axes:
-                # Nor gather what ZeRO 1 and 2 shard over `data`.
-                self.params = jax.jit(hold_parameters)(self.params)
             one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
             logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
         self.vocab_size = logits.shape[-1]
@@ -298,6 +294,30 @@ class Programs:
                     f"{size / 2**30:.1f} GiB; use fewer slots, a smaller length or cache_dtype='int8'"
                 ) from error
         self._compile(decoder)
+
+    def _held(self, params: Params) -> Params:
+        """The parameters as the programs take them."""
+        # Cast once, and not in every step, which would read the parameters as they are stored.
+        params = cast_floats(params, self._model.policy.compute_dtype)
+        if self._model.layout.state_axes:
+            # Nor gather what ZeRO 1 and 2 shard over `data`.
+            with self._model.context():
+                params = jax.jit(hold_parameters)(params)
+        return params
+
+    def update(self, params: Params) -> None:
+        """Take a copy of other parameters, which the compiled programs run with from then on.
+
+        Raises:
+            ConfigError: they are not those of this model.
+        """
+        if jax.tree.map(np.shape, params) != jax.tree.map(np.shape, self.params):
+            raise ConfigError(
+                "these parameters have other paths or shapes than those that the engine was started with; pass the "
+                "params of a state of the same model"
+            )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
+        self.params = jax.device_put(self._held(params), shardings, may_alias=False)
 
     def _compile(self, decoder: Decoder) -> None:
         """Compile every program for what it is given: traced one after the other, compiled at the same time."""
