@@ -199,7 +199,8 @@ class _Tree:
             return
         if not isinstance(base, str):
             raise ConfigError(f"finetune.adapter={adapter} needs its base; set model.from to it")
-        for key, value in adapter_settings(adapter, base=base).items():
+        changes = {key: value for key, value in self._given("model").items() if key == "vocab_size"}
+        for key, value in adapter_settings(adapter, base=base, changes=changes).items():
             if key not in known:
                 self._leaf(("finetune", "lora", key), value, adapter)
 

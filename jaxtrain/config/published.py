@@ -126,13 +126,16 @@ def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"the config.json of {path}: {explain(error, _Model, {'model': settings})}") from None
 
 
-def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
-    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives."""
+def adapter_settings(path: str, *, base: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of `finetune.lora` that the folder of an adapter gives.
+
+    Its base is the published model `base`, with `changes` of its model group.
+    """
     # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
     from jaxtrain.interop.formats.peft_reading import open_adapter_folder, read_adapter_arrays
 
     folder, (family, settings) = open_adapter_folder(path), _read(base)
-    rows = family.tensors(settings_in(base, settings))
+    rows = family.tensors(settings_in(base, {**settings, **changes}))
     found = read_adapter_arrays(folder, rows)
     kernels, whole = tuple(found.factors), tuple(found.whole)
     return lora_settings(folder.config, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole)

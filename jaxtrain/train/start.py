@@ -215,6 +215,8 @@ def _from_published(path: str | Path, own: _Source | None, target: _Target, adap
     settings = settings_in(path, published.settings)
     if "output" in paths_of(target.drawn[0]) and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
+    if "vocab_size" in settings:
+        settings["vocab_size"] = max(settings["vocab_size"], target.model.model.vocab_size or 0)
     places = find_places(published, settings)
     params = _published_part(path, published, places.params, _original_params(target.model))
     state = _published_part(path, published, places.model_state, paths_of(target.model.abstract_model_state))
