@@ -1,5 +1,6 @@
 """Tokenizers, from text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -107,6 +108,20 @@ class ByteTokenizer(NumberedTokens):
         path.write_text(_serialize(self), encoding="utf-8")
 
 
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+    """A context in which the tokenizers library encodes: what it raises becomes a DataError of one line."""
+    try:
+        yield
+    except BaseException as error:  # it raises bare Exception, and a panic of Rust is none
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(
+            f"the tokenizer fails on a text ({reason}); repair its tokenizer.json, or use another tokenizer"
+        ) from None
+
+
 class BpeTokenizer:
     """A tokenizer of the `tokenizers` library; its padding, truncation and BPE dropout are switched off.
 
@@ -128,6 +143,8 @@ class BpeTokenizer:
         self._model = model
         # The number of entries is not enough: published vocabularies have gaps.
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size > 2**31:
+            raise ValueError(f"it has an id of {self.vocab_size - 1}, and ids are of 31 bits")
         known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
         self.usual_end: int | None = next((i for i in known if i is not None), None)
         self.end_of_text: int | None = self.usual_end
@@ -137,7 +154,8 @@ class BpeTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [num_tokens], encoded on all cores."""
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        with encoding():
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -168,7 +186,8 @@ class BpeTokenizer:
         """
         if self._model.post_processor is None:
             return [("first", 0), ("second", 1)] if pair else [("first", 0)]
-        framed = self._model.encode("a", "a" if pair else None)
+        with encoding():
+            framed = self._model.encode("a", "a" if pair else None)
         found: list[tuple[int | str, int]] = []
         for i, sequence, kind in zip(framed.ids, framed.sequence_ids, framed.type_ids, strict=True):
             entry = (i if sequence is None else ("first", "second")[sequence], kind)
@@ -269,6 +288,10 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
         if isinstance(settings, dict) and settings.get("eos_token_id") is not None:
             generation.setdefault("eos_token_id", settings["eos_token_id"])
             files[GENERATION_FILE] = json.dumps(generation)
+    ends = generation.get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and (not isinstance(end, int) or abs(end) >= 2**31):
+            raise DataError(f"eos_token_id of the files beside {tokenizer} is {end!r:.40}; it takes the id of a token")
     return files
 
 
