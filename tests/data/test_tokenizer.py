@@ -167,5 +167,5 @@ def test_a_file_that_fails_on_a_text_is_one_line(tmp_path, change, message):
 def test_an_end_that_is_no_id_is_one_line(tmp_path, end):
     make("bpe").save(tmp_path / "tokenizer.json")
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
-    with pytest.raises(DataError, match="^eos_token_id of the files beside .* takes the id of a token$"):
+    with pytest.raises(DataError, match=r"^eos_token_id of the files beside .* takes the id of a token$"):
         load_tokenizer(tmp_path / "tokenizer.json")
