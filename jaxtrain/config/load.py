@@ -185,8 +185,10 @@ class _Tree:
         kind = _kinds("data").get(str(data.get("kind", _default_kind("data"))))
         if file is None or kind is None or "tokenizer" not in kind.model_fields:
             return
+        places = list(self.where.values())[list(self.where).index(("model", "from")) :]
         layers = {place.partition(":")[0] for path, place in self.where.items() if path[:2] == ("data", "tokenizer")}
-        if layers and where.partition(":")[0] not in layers:
+        # One that is set in the same layer as `from`, or in a later one, wins.
+        if layers and layers.isdisjoint({where.partition(":")[0], *(place.partition(":")[0] for place in places)}):
             self._drop("data", ["tokenizer"], f"model.from ({where})")
         if "tokenizer" not in self._given("data"):
             self.set(("data", "tokenizer"), {"kind": "file", "path": str(file)}, str(file))
