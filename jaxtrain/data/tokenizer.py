@@ -26,6 +26,7 @@ _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"
 # Files beside a published tokenizer.json: the template of chats, names of special tokens, and where a model stops.
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 OLDER_SETTINGS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
+CONFIG_FILE = "config.json"
 
 # Role -> the key of tokenizer_config.json, and the names that published tokenizers give it, in the order of trying.
 _ROLES = {
@@ -278,21 +279,25 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
     tokenizer = tokenizer.expanduser()
     if tokenizer.suffix == ".gguf":
         return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
-    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE, "config.json")
+    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE, CONFIG_FILE)
     paths = {name: tokenizer.with_name(name) for name in names}
     files = {name: _text(path) for name, path in paths.items() if path.is_file()}
-    config = json_beside({"config.json": files.pop("config.json", "{}")}, "config.json")
     generation = json_beside(files, GENERATION_FILE)
-    for settings in (config, config.get("text_config")):
-        # Folders from before generation_config.json, and converted ones, say in config.json where the model stops.
-        if isinstance(settings, dict) and settings.get("eos_token_id") is not None:
-            generation.setdefault("eos_token_id", settings["eos_token_id"])
-            files[GENERATION_FILE] = json.dumps(generation)
-    ends = generation.get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [ends]:
-        if end is not None and (not isinstance(end, int) or abs(end) >= 2**31):
-            raise DataError(f"eos_token_id of the files beside {tokenizer} is {end!r:.40}; it takes the id of a token")
+    config = json_beside(files, CONFIG_FILE)
+    files.pop(CONFIG_FILE, None)
+    # Older folders, and converted ones, say in config.json where the model stops.
+    for settings in (generation, config, config.get("text_config")):
+        if isinstance(settings, dict) and (ends := settings.get("eos_token_id")) is not None:
+            _check_ids(ends if isinstance(ends, list) else [ends], tokenizer)
+            files[GENERATION_FILE] = json.dumps({**generation, "eos_token_id": ends})
+            break
     return files
+
+
+def _check_ids(ends: Sequence[Any], tokenizer: Path) -> None:
+    for end in ends:
+        if not isinstance(end, int) or abs(end) >= 2**31:
+            raise DataError(f"eos_token_id of the files beside {tokenizer} is {end!r:.40}; it takes the id of a token")
 
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:

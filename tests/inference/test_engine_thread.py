@@ -169,33 +169,20 @@ def test_a_device_that_fails_ends_every_request_in_one_line(engine):
         engine.submit(request(1))
 
 
-def test_new_parameters_wait_for_what_runs_and_come_before_what_waits(engine):
+def test_new_parameters_are_refused_while_a_request_waits_or_runs(engine):
     engine, programs = engine
     programs.gate.clear()
-    running = [engine.submit(request(10 * index)) for index in (1, 2)]
-    until(lambda: engine.counters().queued == 0)
-    later = engine.submit(request(30))
-    threading.Timer(0.05, programs.gate.set).start()
-    engine.update("new")
-    assert [ticket.finish_reason for ticket in running] == ["length", "length"]
-    assert [emitted.token for emitted in later] == [31, 32, 33]
-    updated = programs.runs.index("update new")
-    assert programs.runs[:updated].count("prefill 0") == programs.runs[updated:].count("prefill 0") == 1
-
-
-def test_an_update_of_an_engine_that_closes_is_refused(engine):
-    engine, programs = engine
-    programs.gate.clear()
-    ticket = engine.submit(request(10))
-    until(lambda: engine.counters().queued == 0)
-    later = [engine.submit(request(20)), engine.submit(request(30))]
-    closing = threading.Timer(0.05, engine.close)
-    closing.start()
-    with pytest.raises(EngineDead, match="closed"):
+    tickets = [engine.submit(request(10 * index)) for index in (1, 2, 3)]
+    with pytest.raises(EngineFull, match="3 requests are running or waiting; update"):
         engine.update("new")
     programs.gate.set()
-    closing.join()
-    assert [one.finish_reason for one in (ticket, *later)] == ["length"] * 3
+    for ticket in tickets:
+        assert len(list(ticket)) == 3
+    engine.update("new")
+    assert programs.runs[-1] == "update new"
+    engine.close()
+    with pytest.raises(EngineDead, match="closed"):
+        engine.update("newer")
 
 
 def test_an_error_of_a_caller_ends_its_own_request(engine):

@@ -110,17 +110,10 @@ def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
 
 
 class Scheduler:
-    """The slots of an engine, and the steps that move their texts on.
-
-    Attributes:
-        waiting: the requests for slots.
-        admits: whether they get the slots that are free.
-        counters: of all that was done.
-    """
+    """The slots of an engine, and the steps that move their texts on; `waiting` are the requests for slots."""
 
     def __init__(self, programs: Programs, waiting: deque[Ticket]):
         self._programs, self.waiting = programs, waiting
-        self.admits = True
         self._slots = [Slot(index, rewinds=programs.keeps_positions) for index in range(programs.slots)]
         self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
         self._orders = 0
@@ -128,8 +121,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.waiting and self.admits) and not self.counters.slots_in_use
+        """Whether no request waits or runs."""
+        return not len(self.waiting) and all(slot.ticket is None for slot in self._slots)
 
     def update(self, params: Params) -> None:
         """Take other parameters, between two requests: keys and values of the former ones are forgotten."""
@@ -149,8 +142,7 @@ class Scheduler:
         for slot in self._slots:
             if slot.ticket is not None and slot.ticket.cancelled is not None:
                 self._finish(slot, slot.ticket.cancelled)
-        if self.admits:
-            self._admit()
+        self._admit()
         reading = [slot for slot in self._slots if slot.reads]
         if reading:
             self._read(min(reading, key=lambda slot: slot.order))
@@ -317,7 +309,7 @@ class Engine:
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._accepted = 0
-        self._closing = self._draining = self._rests = False
+        self._closing = self._draining = False
         self.error: str | None = None
         self._compiles = CompileCounter()
         self._scheduler: Scheduler | None = None
@@ -390,36 +382,32 @@ class Engine:
                 )
             self._waiting.append(ticket)
             self._accepted += 1
-            self._changed.notify_all()
+            self._changed.notify()
         return ticket
 
     def update(self, params: Params) -> None:
-        """Go on with other parameters, as after steps of training; nothing is compiled.
+        """Go on with other parameters, as after a step of training; nothing is compiled.
 
-        Requests that run are finished with the former parameters, which this waits for. Those that wait for a slot and
-        later ones get the new parameters. So no answer is of both, and keys and values of the former ones are dropped.
+        It is refused while a request waits or runs, so that no answer is of both. Keys and values of the former
+        parameters are forgotten.
 
         Args:
             params: of the same model, as in `state.params`, on any mesh. They are copied, so that a step may take
                 over the arrays afterwards.
 
         Raises:
+            EngineFull: a request waits or runs; a later attempt may succeed.
             EngineDead: the engine was closed, or its device failed.
             ConfigError: they are of another model.
         """
-        scheduler = self._scheduler
-        assert scheduler is not None, "call start() first"
-        assert self._thread is not threading.current_thread(), "on_event would wait for its own request"
-        with self._changed:
-            scheduler.admits = False
-            try:
-                self._changed.wait_for(lambda: self._closing or self._rests)
-                if self._closing:
-                    raise EngineDead(self.error or _CLOSED)
-                scheduler.update(params)
-            finally:
-                scheduler.admits = True
-                self._changed.notify_all()
+        assert self._scheduler is not None, "call start() first"
+        with self._changed:  # nothing is submitted meanwhile
+            if self._closing:
+                raise EngineDead(self.error or _CLOSED)
+            left = self._accepted - self._scheduler.counters.finished
+            if left:
+                raise EngineFull(f"{left} requests are running or waiting; update the parameters when they have ended")
+            self._scheduler.update(params)
 
     def close(self, *, drain: bool = True) -> None:
         """Accept no more requests, and end the thread; without `drain` what waits or runs ends as cancelled."""
@@ -436,15 +424,13 @@ class Engine:
         with self._changed:
             self._draining = drain and (self._draining or not self._closing)
             self._closing = True
-            if self._scheduler is not None:
-                self._scheduler.admits = True  # an update that waits gives up
-            self._changed.notify_all()
+            self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
     def _wake(self) -> None:
         with self._changed:
-            self._changed.notify_all()
+            self._changed.notify()
 
     def _serve(self) -> None:
         """What the thread does, until it is closed or the device fails."""
@@ -459,15 +445,11 @@ class Engine:
                 with self._changed:  # whoever comes later is refused
                     self.error = f"the engine stopped, because a step on its device failed: {reason}"
                     self._closing = True
-                    self._changed.notify_all()
             scheduler.fail_all("cancelled" if self.error is None else "failed", self.error)
 
     def _waits_for_work(self, scheduler: Scheduler) -> bool:
         """Whether another step is to be taken; waits while there is nothing to do."""
         with self._changed:
             while scheduler.is_idle and not self._closing:
-                self._rests = True
-                self._changed.notify_all()  # an update waits for it
                 self._changed.wait()
-                self._rests = False
             return not self._closing or (self._draining and not scheduler.is_idle)
