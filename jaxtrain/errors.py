@@ -118,7 +118,7 @@ _WRONG_KINDS = (
 
 
 @contextlib.contextmanager
-def reading_published(path: Path) -> Iterator[None]:
+def reading_published(path: Path | str) -> Iterator[None]:
     """A context in which a file that somebody else published is read: what it raises becomes a CheckpointError."""
     try:
         yield

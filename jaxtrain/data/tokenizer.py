@@ -26,7 +26,7 @@ _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"
 # Files beside a published tokenizer.json: the template of chats, names of special tokens, and where a model stops.
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 OLDER_SETTINGS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
-CONFIG_FILE = "config.json"
+CONFIG_FILE, _STOPS = "config.json", "eos_token_id"
 
 # Role -> the key of tokenizer_config.json, and the names that published tokenizers give it, in the order of trying.
 _ROLES = {
@@ -187,8 +187,7 @@ class BpeTokenizer:
         """
         if self._model.post_processor is None:
             return [("first", 0), ("second", 1)] if pair else [("first", 0)]
-        with encoding():
-            framed = self._model.encode("a", "a" if pair else None)
+        framed = self._model.encode("a", "a" if pair else None)
         found: list[tuple[int | str, int]] = []
         for i, sequence, kind in zip(framed.ids, framed.sequence_ids, framed.type_ids, strict=True):
             entry = (i if sequence is None else ("first", "second")[sequence], kind)
@@ -282,22 +281,14 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
     names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE, CONFIG_FILE)
     paths = {name: tokenizer.with_name(name) for name in names}
     files = {name: _text(path) for name, path in paths.items() if path.is_file()}
-    generation = json_beside(files, GENERATION_FILE)
     config = json_beside(files, CONFIG_FILE)
     files.pop(CONFIG_FILE, None)
     # Older folders, and converted ones, say in config.json where the model stops.
-    for settings in (generation, config, config.get("text_config")):
-        if isinstance(settings, dict) and (ends := settings.get("eos_token_id")) is not None:
-            _check_ids(ends if isinstance(ends, list) else [ends], tokenizer)
-            files[GENERATION_FILE] = json.dumps({**generation, "eos_token_id": ends})
-            break
+    for settings in (config, config.get("text_config")):
+        generation = json_beside(files, GENERATION_FILE)
+        if isinstance(settings, dict) and generation.get(_STOPS) is None and settings.get(_STOPS) is not None:
+            files[GENERATION_FILE] = json.dumps({**generation, _STOPS: settings[_STOPS]})
     return files
-
-
-def _check_ids(ends: Sequence[Any], tokenizer: Path) -> None:
-    for end in ends:
-        if not isinstance(end, int) or abs(end) >= 2**31:
-            raise DataError(f"eos_token_id of the files beside {tokenizer} is {end!r:.40}; it takes the id of a token")
 
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:

@@ -130,7 +130,6 @@ Program = Callable[..., Decoding]
 _programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Program, Program]]] = (
     weakref.WeakKeyDictionary()
 )
-_casts: weakref.WeakKeyDictionary[ShardedModel, Callable[[Params], Params]] = weakref.WeakKeyDictionary()
 
 
 def generate_ids(
@@ -177,9 +176,9 @@ def generation_pieces(
     model, batch, piece = sharded_model.model, len(encoded), writing.piece
     new_tokens, sampling, seed = writing.new_tokens or 0, writing.sampling, writing.seed
     samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
+    rows = None
     if isinstance(seed, Sequence):
         seeds = list(seed)
-        rows = [0] * len(seeds)
     else:
         seeds = [seed] * batch
         rows = range(writing.first_row, writing.first_row + batch)
@@ -193,7 +192,8 @@ def generation_pieces(
     rules = row_rules(samplings, seeds, writing.stop_tokens, rows)
     start, advance = _compiled(sharded_model, form)
     with sharded_model.context():
-        params = cast_params(sharded_model, params)
+        # Once, so that no program casts them for each of its calls.
+        params = cast_floats(params, sharded_model.policy.compute_dtype)
         texts = start(params, prompts_BP, lengths_B, rules)
     written = 1
     while True:
@@ -212,18 +212,6 @@ def generation_pieces(
     yield _generated(texts)
 
 
-def cast_params(sharded_model: ShardedModel, params: Params) -> Params:
-    """The parameters in the compute dtype, so that no program casts them for each of its calls."""
-    dtype = sharded_model.policy.compute_dtype
-    shapes = jax.eval_shape(lambda params: cast_floats(params, dtype), params)
-    if jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(lambda leaf: leaf.dtype, params):
-        return params
-    cast = _casts.get(sharded_model)
-    if cast is None:
-        cast = _casts[sharded_model] = jax.jit(lambda params: cast_floats(params, dtype))
-    return cast(params)
-
-
 def cache_dtype_of(name: str | None, policy: Policy) -> jnp.dtype:
     """The dtype of keys and values; None: the compute dtype. Raises a ConfigError where no cache has it."""
     if name is not None and name not in _CACHE_DTYPES:
@@ -239,10 +227,10 @@ def _generated(texts: Decoding) -> Generated:
 def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Program, Program]:
     programs = _programs.setdefault(sharded_model, {})
     if form not in programs:
-        needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
-        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
-        advance = jax.jit(advance_function(*needs), donate_argnames="texts", compiler_options=options)
-        programs[form] = jax.jit(start_function(*needs)), advance
+        model, mesh = sharded_model.model, sharded_model.mesh
+        options = {**decoding_options(mesh.devices.flat[0])} or None
+        advance = jax.jit(advance_function(model, form, mesh), donate_argnames="texts", compiler_options=options)
+        programs[form] = jax.jit(start_function(model, form, sharded_model.policy, mesh)), advance
     return programs[form]
 
 
@@ -256,7 +244,8 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
     dtype = cache_dtype_of(form.cache_dtype, policy)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
-        params, (batch, longest) = hold_parameters(cast_floats(params, policy.compute_dtype)), prompts_BP.shape
+        params = hold_parameters(params)
+        batch, longest = prompts_BP.shape
         if decoder.encode is not None:
             cache = decoder.encode(params, prompts_BP, lengths_B, decoder.init_cache(batch, 1 + form.new_tokens, dtype))
             prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
@@ -275,12 +264,12 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
     return start
 
 
-def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Program:
+def advance_function(model: Model, form: DecodingForm, mesh: Mesh) -> Program:
     """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for."""
     decoder = decoder_of(model)
 
     def advance(params: Params, texts: Decoding, rules: RowRules, limit: jax.Array) -> Decoding:
-        params = hold_parameters(cast_floats(params, policy.compute_dtype))
+        params = hold_parameters(params)
 
         def goes_on(texts: Decoding) -> jax.Array:
             return (texts.written < jnp.minimum(limit, form.new_tokens)) & ~jnp.all(texts.done_B)

@@ -125,7 +125,7 @@ def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int], rows: Sequ
         presence=floats([one.presence_penalty for one in samplings]),
         frequency=floats([one.frequency_penalty for one in samplings]),
         seed=np.array([int(seed) % 2**32 for seed in seeds], np.uint32),
-        row=np.zeros(len(seeds), np.uint32) if rows is None else np.array(rows, np.uint32),
+        row=np.array(rows or [0] * len(seeds), np.uint32),
     )
 
 

@@ -140,8 +140,8 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any]) -> Place
             continue
         for shape, dtype, name in ((*tensors[name], name) for name in names):
             expected = row.transform.theirs
-            if added_tokens > 0 and shape == (published_vocabulary, *expected[1:]):
-                shape = (published_vocabulary + added_tokens, *shape[1:])
+            if shape == (published_vocabulary, *expected[1:]):
+                shape = (published_vocabulary + max(added_tokens, 0), *shape[1:])
             if shape != expected or dtype.kind in "iub":
                 wanted = list(expected)
                 problems["has other shapes or dtypes"].append(f"{name} is {dtype}{list(shape)}, not floats {wanted}")

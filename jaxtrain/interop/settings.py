@@ -117,10 +117,9 @@ def check_fits(model: Group) -> None:
     # An output layer that a file holds beside what ties it may be asked for.
     theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
     for key in theirs:
-        if key == "size" or ours.get(key) == theirs[key]:
+        # Rows that the vocabulary lacks are added when it is read.
+        if key == "size" or ours.get(key) == theirs[key] or (key == "vocab_size" and ours[key] > theirs[key]):
             continue
-        if key == "vocab_size" and ours[key] > theirs[key]:
-            continue  # rows are added when it is read
         if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):
             raise ConfigError(
                 f"model.{key}={ours[key]} does not fit the weights of {path}, where it is {theirs[key]}; leave "

@@ -56,9 +56,12 @@ def export_run(
         raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
     tokenizer = None if file is None else file.read_text(encoding="utf-8")
     published = run_dir / FOLDER / TOKENIZER_FILE
-    if run.tokenizer is not None and published.is_file():
-        is_published = tokenizer_sha256(run.tokenizer) == tokenizer_sha256(load_tokenizer(published))
-        tokenizer = None if is_published else tokenizer
+    if (
+        run.tokenizer is not None
+        and published.is_file()
+        and tokenizer_sha256(load_tokenizer(published)) == tokenizer_sha256(run.tokenizer)
+    ):
+        tokenizer = None  # that of the published model stays as it is written
     texts = exported_texts(info, run.tokenizer, origin, model)
     texts = dataclasses.replace(texts, tokenizer=tokenizer, classes=run.classes)
     if has_adapters and not merge:

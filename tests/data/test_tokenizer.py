@@ -161,11 +161,3 @@ def test_a_file_that_fails_on_a_text_is_one_line(tmp_path, change, message):
     path.write_text(json.dumps({**json.loads(make("bpe").to_json()), **change}))  # pyright: ignore[reportAttributeAccessIssue] a BPE
     with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
         load_tokenizer(path).encode("a" * 40 + "c")
-
-
-@pytest.mark.parametrize("end", [2**31, "x", [[1]], 2.5], ids=str)
-def test_an_end_that_is_no_id_is_one_line(tmp_path, end):
-    make("bpe").save(tmp_path / "tokenizer.json")
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
-    with pytest.raises(DataError, match=r"^eos_token_id of the files beside .* takes the id of a token$"):
-        load_tokenizer(tmp_path / "tokenizer.json")

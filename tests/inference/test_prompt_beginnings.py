@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 import jaxtrain as jt
 from jaxtrain.data.chat.templates import files_beside
 from jaxtrain.data.tokenizer import BpeTokenizer
+from jaxtrain.errors import CheckpointError
 from jaxtrain.inference import generate
 from jaxtrain.inference.harness import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
@@ -109,3 +110,16 @@ def test_special_tokens_that_a_model_writes_are_hidden(model, tokenizer, monkeyp
     assert text() == "a" + "".join(letters)
     assert text(skip_special_tokens=False) == f"a{letters[0]}<s>{letters[1]}"
     assert text(stop_tokens=[105]) == "a" + letters[0]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"eos_token_id": 2**31}, {"eos_token_id": [[1]]}, {"eos_token_id": "x"}, {"chat_template": [5]}],
+    ids=str,
+)
+def test_files_that_say_no_tokens_are_one_line(tokenizer, tmp_path, files):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    name = "tokenizer_config.json" if "chat_template" in files else "config.json"
+    (tmp_path / name).write_text(json.dumps(files))
+    with pytest.raises(CheckpointError, match=r"^what is beside the tokenizer of here is missing or damaged [^\n]*$"):
+        read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="here", added=True)

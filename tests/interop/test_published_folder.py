@@ -81,7 +81,7 @@ def test_shards_are_read_as_one(tmp_path):
 OTHER_KINDS = {
     "names of shards": (INDEX, {"weight_map": 5}, CheckpointError, "damaged"),
     "a list of shards": (INDEX, {"weight_map": ["a.safetensors"]}, CheckpointError, "damaged"),
-    "an index that is a number": (INDEX, 5, ConfigError, "not JSON of a dict"),
+    "an index that is a number": (INDEX, 5, CheckpointError, "damaged"),
     "a model_type": ("config.json", {"model_type": []}, ConfigError, "no config.json with a model_type"),
     "a quantization": ("config.json", {"model_type": "llama", "quantization_config": 4}, CheckpointError, "damaged"),
     "modules": ("modules.json", [5], CheckpointError, "damaged"),

@@ -268,9 +268,13 @@ class Programs:
         self.keeps_positions = decoder.keeps_positions
         dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
         self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
-        self.params = self._held(params)
+        # Once, and not in every step, which would read the parameters as they are stored.
+        self.params = cast_floats(params, sharded_model.policy.compute_dtype)
         one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         with sharded_model.context():
+            if sharded_model.layout.state_axes:
+                # Nor gather what ZeRO 1 and 2 shard over `data`.
+                self.params = jax.jit(hold_parameters)(self.params)
             one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
             logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
         self.vocab_size = logits.shape[-1]
@@ -295,16 +299,6 @@ class Programs:
                 ) from error
         self._compile(decoder)
 
-    def _held(self, params: Params) -> Params:
-        """The parameters as the programs take them."""
-        # Cast once, and not in every step, which would read the parameters as they are stored.
-        params = cast_floats(params, self._model.policy.compute_dtype)
-        if self._model.layout.state_axes:
-            # Nor gather what ZeRO 1 and 2 shard over `data`.
-            with self._model.context():
-                params = jax.jit(hold_parameters)(params)
-        return params
-
     def update(self, params: Params) -> None:
         """Take a copy of other parameters, which the compiled programs run with from then on.
 
@@ -317,7 +311,8 @@ class Programs:
                 "params of a state of the same model"
             )
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
-        self.params = jax.device_put(self._held(params), shardings, may_alias=False)
+        params = cast_floats(params, self._model.policy.compute_dtype)
+        self.params = jax.device_put(params, shardings, may_alias=False)
 
     def _compile(self, decoder: Decoder) -> None:
         """Compile every program for what it is given: traced one after the other, compiled at the same time."""

@@ -108,19 +108,16 @@ def address_of(taken: socket.socket) -> str:
 class HttpProtocol(H11Protocol):
     """A connection, which is dropped where its client does not end the headers of a request in `CLIENT_SECONDS`."""
 
-    _drops: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._drops = self.loop.call_later(CLIENT_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._drops = self._drops or self.loop.call_later(CLIENT_SECONDS, self.transport.close)
-        elif self._drops is not None:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._drops.cancel()
-            self._drops = None
+        elif self._drops.cancelled():
+            self._drops = self.loop.call_later(CLIENT_SECONDS, self.transport.close)
 
 
 class _Server(uvicorn.Server):

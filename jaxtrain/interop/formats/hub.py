@@ -112,16 +112,14 @@ def is_published(path: str | Path) -> bool:
     """Whether a path is that of a published model: a folder with a config.json of one, or a GGUF file."""
     try:
         return Path(path).suffix == ".gguf" or "model_type" in read_json(Path(path) / "config.json")
-    except ConfigError:
+    except CheckpointError:
         return False
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote, or a ConfigError."""
-    try:
+    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote."""
+    with reading_published(file):
         return kind(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as problem:
-        raise ConfigError(f"{file} is not JSON of a {kind.__name__} ({problem}); download it again") from None
 
 
 def read_published_config(path: Path) -> dict[str, Any]:
