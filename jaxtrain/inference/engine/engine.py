@@ -404,9 +404,8 @@ class Engine:
         with self._changed:  # nothing is submitted meanwhile
             if self._closing:
                 raise EngineDead(self.error or _CLOSED)
-            left = self._accepted - self._scheduler.counters.finished
-            if left:
-                raise EngineFull(f"{left} requests are running or waiting; update the parameters when they have ended")
+            if self._accepted > self._scheduler.counters.finished:
+                raise EngineFull("requests are running or waiting; update the parameters when they have ended")
             self._scheduler.update(params)
 
     def close(self, *, drain: bool = True) -> None:
