@@ -117,10 +117,8 @@ def encoding() -> Iterator[None]:
     except BaseException as error:  # it raises bare Exception, and a panic of Rust is none
         if isinstance(error, KeyboardInterrupt):
             raise
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(
-            f"the tokenizer fails on a text ({reason}); repair its tokenizer.json, or use another tokenizer"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise DataError(f"the tokenizer fails on a text ({reason}); use another one, or repair its file") from None
 
 
 class BpeTokenizer:

@@ -138,13 +138,15 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any]) -> Place
                 problems["lacks"].append(candidates[0])
         if not isinstance(row, Entry) or not names:
             continue
-        for shape, dtype, name in ((*tensors[name], name) for name in names):
-            expected = row.transform.theirs
-            if shape == (published_vocabulary, *expected[1:]):
+        expected = row.transform.theirs
+        for name in names:
+            shape, dtype = tensors[name]
+            if shape != expected and shape[:1] == (published_vocabulary,):
                 shape = (published_vocabulary + max(added_tokens, 0), *shape[1:])
             if shape != expected or dtype.kind in "iub":
-                wanted = list(expected)
-                problems["has other shapes or dtypes"].append(f"{name} is {dtype}{list(shape)}, not floats {wanted}")
+                problems["has other shapes or dtypes"].append(
+                    f"{name} is {dtype}{list(shape)}, not floats {list(expected)}"
+                )
         (places.model_state if row.state else places.params)[row.path] = Place(row, tuple(names), tensors[names[0]][1])
     problems["has too many"] += (name for name in tensors if name not in used)
     said = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in problems.items() if names]

@@ -69,9 +69,15 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
         object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
-        if not self.tokens or min(self.tokens) < 0 or self.new_tokens < 1 or not 0 <= self.top <= MOST_ALTERNATIVES:
+        if (
+            not self.tokens
+            or min(*self.tokens, self.row) < 0
+            or self.new_tokens < 1
+            or not 0 <= self.top <= MOST_ALTERNATIVES
+        ):
             raise ConfigError(
-                f"a Request takes at least one token id, new_tokens of 1 or more and top from 0 to {MOST_ALTERNATIVES}"
+                "a Request takes at least one token id, new_tokens of 1 or more, a row of 0 or more and top from 0 to "
+                f"{MOST_ALTERNATIVES}"
             )
 
 
