@@ -1,5 +1,9 @@
 """Errors that a user can cause: each is one line, and has an exit code for the command line."""
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 
 class UserError(Exception):
     """A mistake that the user can correct; the message says what is wrong, where it was set and what would work.
@@ -98,3 +102,25 @@ class StorageError(UserError):
     """
 
     exit_code = 1
+
+
+# What code raises that meets a text, a list or a zero in the place of an object or a size.
+_WRONG_KINDS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+
+
+@contextlib.contextmanager
+def reading_published(path: Path | str) -> Iterator[None]:
+    """A context in which a file that somebody else published is read: what it raises becomes a CheckpointError."""
+    try:
+        yield
+    except _WRONG_KINDS as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error}); download it again") from None

@@ -4,6 +4,7 @@ import argparse
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.run.open_run import open_model
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic
+
+# A text that spreadsheets would run; after a quote, which they do not show, they take it as it is. No number is one.
+_FORMULA = re.compile(r"(?![+-]?[\d.]+(e[+-]?\d+)?$)[=+\-@\t\r].")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,6 +70,8 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
             found |= _numbered("probability", value)
         elif name in ("numbers", "embedding"):
             found |= _numbered(name.removesuffix("s"), dict(enumerate(map(str, value), start=1)))
+        elif isinstance(value, str) and _FORMULA.match(value):
+            found[name] = f"'{value}"
         else:
             found[name] = value
     return found

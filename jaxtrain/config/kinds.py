@@ -177,7 +177,7 @@ def check_sizes(
     outputs = min(room("num_classes", "num_outputs"), room("num_labels", of=getattr(model, "head", None)))
     write = f"set model.vocab_size={vocab_size} or more, or leave it out"
     if (published := published_from(model)) is not None:
-        write = f"set data.tokenizer.kind=file and data.tokenizer.path to the tokenizer of {published}"
+        write = f"set model.vocab_size={vocab_size} to add rows, or data.tokenizer.path to the tokenizer of {published}"
     too_long = f"exceeds model.max_sequence_length={longest}; lower it"
     wrong = {
         f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}": (vocab_size or 0)

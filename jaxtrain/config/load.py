@@ -185,8 +185,11 @@ class _Tree:
         kind = _kinds("data").get(str(data.get("kind", _default_kind("data"))))
         if file is None or kind is None or "tokenizer" not in kind.model_fields:
             return
-        layers = {place.partition(":")[0] for path, place in self.where.items() if path[:2] == ("data", "tokenizer")}
-        if layers and where.partition(":")[0] not in layers:
+        layers = [place.partition(":")[0] for place in self.where.values()]
+        # A tokenizer that is set in the same layer as `from`, or in a later one, wins.
+        later = layers[list(self.where).index(("model", "from")) :]
+        own = {layer for path, layer in zip(self.where, layers, strict=True) if path[:2] == ("data", "tokenizer")}
+        if own and own.isdisjoint(later):
             self._drop("data", ["tokenizer"], f"model.from ({where})")
         if "tokenizer" not in self._given("data"):
             self.set(("data", "tokenizer"), {"kind": "file", "path": str(file)}, str(file))
@@ -199,7 +202,8 @@ class _Tree:
             return
         if not isinstance(base, str):
             raise ConfigError(f"finetune.adapter={adapter} needs its base; set model.from to it")
-        for key, value in adapter_settings(adapter, base=base).items():
+        vocab_size = self._given("model").get("vocab_size")
+        for key, value in adapter_settings(adapter, base=base, vocab_size=vocab_size).items():
             if key not in known:
                 self._leaf(("finetune", "lora", key), value, adapter)
 

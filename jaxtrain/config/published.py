@@ -1,7 +1,6 @@
 """The key `from` of a model group and `finetune.adapter`: what published files give a config. No jax here."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,9 @@ from jaxtrain.interop.families.family import Family
 from jaxtrain.interop.families.table import FAMILIES, UnknownFamily, family_of, read_settings
 from jaxtrain.interop.formats.hub import read_published_config
 from jaxtrain.interop.formats.rope import longrope_factor
-from jaxtrain.interop.formats.rows import Skipped, all_names
 
 if TYPE_CHECKING:
-    from jaxtrain.interop.formats.peft_reading import AdapterConfig
+    from jaxtrain.interop.formats.peft_reading import AdapterArrays, AdapterConfig
 
 
 def published_family(path: str) -> Family:
@@ -47,39 +45,17 @@ def read_family(config: Mapping[str, Any], path: Path) -> tuple[Family, dict[str
     try:
         return family_of(config.get("model_type")), read_settings(config)
     except UnknownFamily as error:
-        raise ConfigError(f"{path}: {error}; {_nearest(config, path)}") from None
+        raise ConfigError(f"{path}: {error}; {_nearest(config)}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _nearest(config: Mapping[str, Any], path: Path) -> str:
-    """The family whose keys and tensors are most like those of a folder, and what differs."""
-    from jaxtrain.interop.formats.safetensors import open_folder  # NumPy, which other configs do not need
-
-    theirs = set(_without_numbers(open_folder(path).tensors)) if any(path.glob("*.safetensors")) else set()
-
-    def differences(family: Family) -> tuple[list[str], list[str]]:
-        keys = [name for name in config if name not in family.known]
-        try:
-            known = {name: value for name, value in config.items() if name in family.known}
-            rows = family.tensors(settings_of(parse_settings(family.from_published(known))))
-        except Exception:  # values that the family does not take
-            return keys, sorted(theirs)
-        patterns = [row.pattern for row in rows if isinstance(row, Skipped)]
-        names = {name for row in rows if not isinstance(row, Skipped) for name in _without_numbers(all_names(row))}
-        skipped = {name for name in theirs for pattern in patterns if re.fullmatch(pattern, name.replace("N", "0"))}
-        return keys, sorted(theirs - names - skipped)
-
-    found = {name: differences(family) for name, family in FAMILIES.items()}
-    name = min(found, key=lambda name: sum(map(len, found[name])))
-    differing = dict(zip(("keys", "tensors"), found[name], strict=True))
-    said = " and ".join(f"{what} {', '.join(some[:4])}" for what, some in differing.items() if some)
-    return f"nearest is {name}, but for {said or 'its name'}; see docs/adding_a_family.md"
-
-
-def _without_numbers(names: Iterable[str]) -> list[str]:
-    """Names of tensors without the numbers of layers and experts."""
-    return [re.sub(r"\{\w+\}|\b\d+\b", "N", name) for name in names]
+def _nearest(config: Mapping[str, Any]) -> str:
+    """The family that knows most keys of a config.json, and those that it does not know."""
+    unknown = {name: [key for key in config if key not in family.known] for name, family in FAMILIES.items()}
+    name = min(unknown, key=lambda name: len(unknown[name]))
+    differing = f"keys {', '.join(unknown[name][:4])}" if unknown[name] else "its name"
+    return f"nearest is {name}, but for {differing}; see docs/adding_a_family.md"
 
 
 def settings_of(model: Group, *, vocab_size: int | None = None) -> dict[str, Any]:
@@ -126,32 +102,31 @@ def settings_in(path: object, settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"the config.json of {path}: {explain(error, _Model, {'model': settings})}") from None
 
 
-def adapter_settings(path: str, *, base: str) -> dict[str, Any]:
-    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives."""
+def adapter_settings(path: str, *, base: str, vocab_size: int | None) -> dict[str, Any]:
+    """Returns the keys of `finetune.lora` that the folder of an adapter of a published model (`base`) gives.
+
+    None: the vocabulary is that of the base.
+    """
     # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
     from jaxtrain.interop.formats.peft_reading import open_adapter_folder, read_adapter_arrays
 
     folder, (family, settings) = open_adapter_folder(path), _read(base)
+    if vocab_size is not None:
+        settings["vocab_size"] = vocab_size
     rows = family.tensors(settings_in(base, settings))
-    found = read_adapter_arrays(folder, rows)
-    kernels, whole = tuple(found.factors), tuple(found.whole)
-    return lora_settings(folder.config, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole)
+    return lora_settings(folder.config, read_adapter_arrays(folder, rows))
 
 
-def lora_settings(
-    said: "AdapterConfig", *, rank: int, scale: float, kernels: tuple[str, ...], whole: tuple[str, ...]
-) -> dict[str, Any]:
-    """Returns the keys of `finetune.lora` of an adapter whose adapter_config.json is `said`.
-
-    `rank` and `scale` are those of its factors; `kernels` it adapts, and the parameters `whole` it trains whole.
-    """
-    alpha = scale * (rank**0.5 if said.rank_stabilised else rank)
+def lora_settings(config: "AdapterConfig", arrays: "AdapterArrays") -> dict[str, Any]:
+    """Returns the keys of `finetune.lora` of an adapter, from its adapter_config.json and its arrays."""
+    rank, scale = arrays.rank, arrays.scale
+    alpha = scale * (rank**0.5 if config.rank_stabilised else rank)
     return dict(
         rank=rank,
         # As it was written, where that is what it is.
-        alpha=said.alpha if (rank, scale) == (said.rank, said.scale) else alpha,
-        dropout=said.dropout,
-        targets=tuple(kernel.removesuffix("/kernel") for kernel in kernels),
-        rank_stabilised=said.rank_stabilised,
-        train_also=whole,
+        alpha=config.alpha if (rank, scale) == (config.rank, config.scale) else alpha,
+        dropout=config.dropout,
+        targets=tuple(kernel.removesuffix("/kernel") for kernel in arrays.factors),
+        rank_stabilised=config.rank_stabilised,
+        train_also=tuple(arrays.whole),
     )

@@ -1,5 +1,6 @@
 """Tokenizers, from text to token ids and back: bytes, byte-level BPE trained on the data, or a saved tokenizer.json."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"
 # Files beside a published tokenizer.json: the template of chats, names of special tokens, and where a model stops.
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 OLDER_SETTINGS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
+CONFIG_FILE, _STOPS = "config.json", "eos_token_id"
 
 # Role -> the key of tokenizer_config.json, and the names that published tokenizers give it, in the order of trying.
 _ROLES = {
@@ -107,6 +109,18 @@ class ByteTokenizer(NumberedTokens):
         path.write_text(_serialize(self), encoding="utf-8")
 
 
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+    """A context in which the tokenizers library encodes: what it raises becomes a DataError of one line."""
+    try:
+        yield
+    except BaseException as error:  # it raises bare Exception, and a panic of Rust is none
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        reason = " ".join(str(error).split())
+        raise DataError(f"the tokenizer fails on a text ({reason}); use another one, or repair its file") from None
+
+
 class BpeTokenizer:
     """A tokenizer of the `tokenizers` library; its padding, truncation and BPE dropout are switched off.
 
@@ -128,6 +142,8 @@ class BpeTokenizer:
         self._model = model
         # The number of entries is not enough: published vocabularies have gaps.
         self.vocab_size: int = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size > 2**31:
+            raise ValueError(f"it has an id of {self.vocab_size - 1}, and ids are of 31 bits")
         known = (model.token_to_id(name) for name in _END_OF_TEXT_NAMES)
         self.usual_end: int | None = next((i for i in known if i is not None), None)
         self.end_of_text: int | None = self.usual_end
@@ -137,7 +153,8 @@ class BpeTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 [num_tokens], encoded on all cores."""
-        encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        with encoding():
+            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -259,9 +276,17 @@ def files_beside(tokenizer: Path) -> dict[str, str]:
     tokenizer = tokenizer.expanduser()
     if tokenizer.suffix == ".gguf":
         return tokenizer_files(tokenizer, read_gguf(tokenizer).metadata)
-    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE)
+    names = (TEMPLATE_FILE, SETTINGS_FILE, OLDER_SETTINGS_FILE, GENERATION_FILE, CONFIG_FILE)
     paths = {name: tokenizer.with_name(name) for name in names}
-    return {name: _text(path) for name, path in paths.items() if path.is_file()}
+    files = {name: _text(path) for name, path in paths.items() if path.is_file()}
+    config = json_beside(files, CONFIG_FILE)
+    files.pop(CONFIG_FILE, None)
+    # Older folders, and converted ones, say in config.json where the model stops.
+    for settings in (config, config.get("text_config")):
+        generation = json_beside(files, GENERATION_FILE)
+        if isinstance(settings, dict) and generation.get(_STOPS) is None and settings.get(_STOPS) is not None:
+            files[GENERATION_FILE] = json.dumps({**generation, _STOPS: settings[_STOPS]})
+    return files
 
 
 def json_beside(files: Mapping[str, str], name: str) -> dict[str, Any]:

@@ -88,13 +88,14 @@ class Writing:
     Attributes:
         new_tokens: tokens to add to each prompt, at most; None: 200, or as many as the model has positions for.
         sampling: how tokens are chosen, of all prompts or one per prompt.
-        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        seed: of the random choices; each row has its own. Or a list of one per prompt, which is then as alone.
         stop: texts that end a row; they are not part of its text.
         skip_special_tokens: whether special tokens that the model writes are left out of the text.
         piece: tokens of each row between two looks at them, for which the host waits; None: all.
         stop_tokens: ids that end a row beside the end of text; they are not part of its text.
         add_special_tokens: whether what the tokenizer's file puts before a text is put before each prompt.
         cache_dtype: of keys and values: float32, bfloat16, float16 or int8; None: the compute dtype.
+        first_row: number of the first row among the rows with this seed, where they are several batches.
     """
 
     new_tokens: int | None
@@ -106,6 +107,7 @@ class Writing:
     stop_tokens: Collection[int] = ()
     add_special_tokens: bool = True
     cache_dtype: str | None = None
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,6 @@ Program = Callable[..., Decoding]
 _programs: weakref.WeakKeyDictionary[ShardedModel, dict[DecodingForm, tuple[Program, Program]]] = (
     weakref.WeakKeyDictionary()
 )
-_casts: weakref.WeakKeyDictionary[ShardedModel, Callable[[Params], Params]] = weakref.WeakKeyDictionary()
 
 
 def generate_ids(
@@ -175,7 +176,12 @@ def generation_pieces(
     model, batch, piece = sharded_model.model, len(encoded), writing.piece
     new_tokens, sampling, seed = writing.new_tokens or 0, writing.sampling, writing.seed
     samplings = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
-    seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(batch)]
+    rows = None
+    if isinstance(seed, Sequence):
+        seeds = list(seed)
+    else:
+        seeds = [seed] * batch
+        rows = range(writing.first_row, writing.first_row + batch)
     if new_tokens < 1 or len(samplings) != batch or len(seeds) != batch:
         raise ConfigError(
             f"new_tokens is {new_tokens}, with {len(samplings)} samplings and {len(seeds)} seeds for {batch} prompts; "
@@ -183,10 +189,11 @@ def generation_pieces(
         )
     prompts_BP, lengths_B = padded_prompts(model, encoded, new_tokens)
     form = DecodingForm(new_tokens, any(one.counts_tokens for one in samplings), writing.cache_dtype)
-    rules = row_rules(samplings, seeds, writing.stop_tokens)
+    rules = row_rules(samplings, seeds, writing.stop_tokens, rows)
     start, advance = _compiled(sharded_model, form)
     with sharded_model.context():
-        params = cast_params(sharded_model, params)
+        # Once, so that no program casts them for each of its calls.
+        params = cast_floats(params, sharded_model.policy.compute_dtype)
         texts = start(params, prompts_BP, lengths_B, rules)
     written = 1
     while True:
@@ -205,18 +212,6 @@ def generation_pieces(
     yield _generated(texts)
 
 
-def cast_params(sharded_model: ShardedModel, params: Params) -> Params:
-    """The parameters in the compute dtype, so that no program casts them for each of its calls."""
-    dtype = sharded_model.policy.compute_dtype
-    shapes = jax.eval_shape(lambda params: cast_floats(params, dtype), params)
-    if jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(lambda leaf: leaf.dtype, params):
-        return params
-    cast = _casts.get(sharded_model)
-    if cast is None:
-        cast = _casts[sharded_model] = jax.jit(lambda params: cast_floats(params, dtype))
-    return cast(params)
-
-
 def cache_dtype_of(name: str | None, policy: Policy) -> jnp.dtype:
     """The dtype of keys and values; None: the compute dtype. Raises a ConfigError where no cache has it."""
     if name is not None and name not in _CACHE_DTYPES:
@@ -232,10 +227,10 @@ def _generated(texts: Decoding) -> Generated:
 def _compiled(sharded_model: ShardedModel, form: DecodingForm) -> tuple[Program, Program]:
     programs = _programs.setdefault(sharded_model, {})
     if form not in programs:
-        needs = (sharded_model.model, form, sharded_model.policy, sharded_model.mesh)
-        options = {**decoding_options(sharded_model.mesh.devices.flat[0])} or None
-        advance = jax.jit(advance_function(*needs), donate_argnames="texts", compiler_options=options)
-        programs[form] = jax.jit(start_function(*needs)), advance
+        model, mesh = sharded_model.model, sharded_model.mesh
+        options = {**decoding_options(mesh.devices.flat[0])} or None
+        advance = jax.jit(advance_function(model, form, mesh), donate_argnames="texts", compiler_options=options)
+        programs[form] = jax.jit(start_function(model, form, sharded_model.policy, mesh)), advance
     return programs[form]
 
 
@@ -249,7 +244,8 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
     dtype = cache_dtype_of(form.cache_dtype, policy)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> Decoding:
-        params, (batch, longest) = hold_parameters(cast_floats(params, policy.compute_dtype)), prompts_BP.shape
+        params = hold_parameters(params)
+        batch, longest = prompts_BP.shape
         if decoder.encode is not None:
             cache = decoder.encode(params, prompts_BP, lengths_B, decoder.init_cache(batch, 1 + form.new_tokens, dtype))
             prompts_BP = jnp.full((batch, 1), decoder.start_token, prompts_BP.dtype)
@@ -268,12 +264,12 @@ def start_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh)
     return start
 
 
-def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mesh) -> Program:
+def advance_function(model: Model, form: DecodingForm, mesh: Mesh) -> Program:
     """Make the function that adds tokens to texts until all rows have ended, or have as many as are asked for."""
     decoder = decoder_of(model)
 
     def advance(params: Params, texts: Decoding, rules: RowRules, limit: jax.Array) -> Decoding:
-        params = hold_parameters(cast_floats(params, policy.compute_dtype))
+        params = hold_parameters(params)
 
         def goes_on(texts: Decoding) -> jax.Array:
             return (texts.written < jnp.minimum(limit, form.new_tokens)) & ~jnp.all(texts.done_B)
@@ -289,11 +285,13 @@ def advance_function(model: Model, form: DecodingForm, policy: Policy, mesh: Mes
     return advance
 
 
-def row_rules(samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int]) -> RowRules:
+def row_rules(
+    samplings: Sequence[Sampling], seeds: Sequence[int], stop_tokens: Collection[int], rows: Sequence[int] | None = None
+) -> RowRules:
     """What the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     stops = sorted(stop_tokens)
     stops += [-1] * (-len(stops) % _STOPS or _STOPS * (not stops))
-    return RowRules(row_sampling(samplings, seeds), np.array(stops, np.int32))
+    return RowRules(row_sampling(samplings, seeds, rows), np.array(stops, np.int32))
 
 
 def _empty(cache: Any, prompts_BP: jax.Array, lengths_B: jax.Array, vocabulary: int, form: DecodingForm) -> Decoding:

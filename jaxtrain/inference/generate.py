@@ -56,7 +56,7 @@ def generate_text(
         prompts: a list of texts; all are continued in one batch.
         new_tokens: tokens to add to each, at most; None: 200, or as many as the model has positions for.
         sampling: how tokens are chosen, of all prompts or one per prompt.
-        seed: of the random choices: row r has seed + r; or a list of one per prompt.
+        seed: of the random choices; each row has its own. Or a list of one per prompt, which is then as alone.
         stop: texts at which a continuation ends; they are not part of it.
         stop_tokens: ids that end it beside the tokenizer's end of text; they are not part of it.
         add_special_tokens: whether what the tokenizer's file puts before a text (a beginning of text) is put before

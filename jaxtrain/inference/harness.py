@@ -413,21 +413,21 @@ class AskedModel:
             order = sorted(range(len(members)), key=lambda k: (-len(contexts[k]), contexts[k], k))
             for at in range(0, len(order), self._answer_rows):
                 batch = order[at : at + self._answer_rows]
-                answers = self._answers([contexts[k] for k in batch], read[name], seed=self._seed + done)
+                answers = self._answers([contexts[k] for k in batch], read[name], first_row=done)
                 for k, answer in zip(batch, answers, strict=True):
                     found[members[k]] = answer
                 done += len(batch)
                 self._report(f"{done:,} of {len(asked):,} answers")
         return found
 
-    def _answers(self, contexts: Sequence[list[int]], asked: Writing, *, seed: int) -> list[str]:
+    def _answers(self, contexts: Sequence[list[int]], asked: Writing, *, first_row: int) -> list[str]:
         """The answers to one batch of contexts, which lose their beginning where they and the answer do not fit."""
         new_tokens = min(asked.new_tokens or 1, self._length - 1)
         room = self._length - new_tokens
         # A last batch that is not full would compile for its own size; rows that fill it up repeat the shortest.
         filled = [np.array((ids or [self.tokens.prefix])[-room:], np.int32) for ids in contexts]
         filled += [filled[-1]] * (min(self._answer_rows, _power_of_two(len(filled), 1)) - len(filled))
-        writing = dataclasses.replace(asked, new_tokens=new_tokens, seed=seed)
+        writing = dataclasses.replace(asked, new_tokens=new_tokens, seed=self._seed, first_row=first_row)
         (found,) = generation_pieces(self._sharded_model, self._params, filled, writing)
         answers = []
         for new_T in found.tokens[: len(contexts)].tolist():

@@ -3,6 +3,7 @@
 Shapes: S rows, V vocabulary, T alternatives that are reported.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -94,6 +95,7 @@ class RowSampling:
         presence: float32; 0: no penalty.
         frequency: float32; 0: no penalty.
         seed: uint32, of the row's random numbers.
+        row: uint32, which of the rows with this seed it is.
     """
 
     temperature: Any
@@ -104,10 +106,11 @@ class RowSampling:
     presence: Any
     frequency: Any
     seed: Any
+    row: Any
 
 
-def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int]) -> RowSampling:
-    """The arrays, of NumPy, for rows with these settings and seeds, which are taken modulo 2^32."""
+def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int], rows: Sequence[int] | None = None) -> RowSampling:
+    """The arrays, of NumPy, for rows with these settings, seeds (taken modulo 2^32) and numbers; None: 0 for each."""
 
     def floats(values: Sequence[float]) -> np.ndarray:
         return np.array(values, np.float32)
@@ -122,6 +125,7 @@ def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int]) -> RowSamp
         presence=floats([one.presence_penalty for one in samplings]),
         frequency=floats([one.frequency_penalty for one in samplings]),
         seed=np.array([int(seed) % 2**32 for seed in seeds], np.uint32),
+        row=np.array(rows or [0] * len(seeds), np.uint32),
     )
 
 
@@ -135,8 +139,8 @@ def choose_rows(
 ) -> jax.Array:
     """The next token of each row.
 
-    The random numbers of a row follow from its seed and from the index of the token in its text alone: neither from
-    the row's number nor from its neighbours. Of equal logits the one of the lower token ranks first.
+    The random numbers of a row follow from its seed, its number among the rows with this seed, and the index of the
+    token in its text: not from its neighbours. Of equal logits the one of the lower token ranks first.
 
     Args:
         logits_SV: float32.
@@ -160,7 +164,7 @@ def choose_rows(
         scaled_SV = (logits_SV - logits_SV.max(axis=-1, keepdims=True)) / heat_S1
         restricted = sampled & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         scaled_SV = jax.lax.cond(jnp.any(restricted), lambda x: _restricted(x, rows), lambda x: x, scaled_SV)
-        noise_SV = jax.vmap(lambda seed, at: _gumbel(seed, at, scaled_SV.shape[-1]))(rows.seed, positions_S)
+        noise_SV = jax.vmap(functools.partial(_gumbel, count=scaled_SV.shape[-1]))(rows.seed, rows.row, positions_S)
         return jnp.where(sampled, jnp.argmax(scaled_SV + noise_SV, axis=-1).astype(jnp.int32), greedy_S)
 
     return jax.lax.cond(jnp.any(sampled), draw, lambda: greedy_S)
@@ -191,13 +195,14 @@ def _penalized(
     return logits_SV - presence_SV - rows.frequency[:, None] * output_counts_SV.astype(jnp.float32)
 
 
-def _gumbel(seed: jax.Array, position: jax.Array, count: int) -> jax.Array:
+def _gumbel(seed: jax.Array, row: jax.Array, position: jax.Array, *, count: int) -> jax.Array:
     """Gumbel noise of one token of one row: the largest of logits and noise is a draw from their softmax.
 
-    The generator is named, because the process may have another default, whose numbers may depend on neighbours.
+    The row's number is folded in: if it were added, row 1 of one seed would be row 0 of the next. The generator is
+    named, because the process may have another default, whose numbers may depend on neighbours.
     """
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (count,), jnp.float32)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), row)
+    return jax.random.gumbel(jax.random.fold_in(key, position), (count,), jnp.float32)
 
 
 def _restricted(scaled_SV: jax.Array, rows: RowSampling) -> jax.Array:

@@ -72,12 +72,10 @@ def open_adapter(path: str | Path, rows: Sequence[Row]) -> OpenedAdapter:
     """
     folder = open_adapter_folder(path)
     found = read_adapter_arrays(folder, rows)
-    kernels, whole = tuple(found.factors), tuple(found.whole)
-    said = lora_settings(folder.config, rank=found.rank, scale=found.scale, kernels=kernels, whole=whole)
     leaves = dict(found.whole)
     for kernel, (lora_a, lora_b) in found.factors.items():
         leaves |= {f"{kernel}/lora_a": lora_a, f"{kernel}/lora_b": lora_b}
-    return OpenedAdapter(Path(path), LoraConfig(**said), leaves)
+    return OpenedAdapter(Path(path), LoraConfig(**lora_settings(folder.config, found)), leaves)
 
 
 def load_adapter(folder: str | Path, *, base: "Pretrained | str | Path") -> tuple[Model, Params]:

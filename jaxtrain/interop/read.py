@@ -32,6 +32,7 @@ from jaxtrain.layout.sharding import path_name
 from jaxtrain.precision.kernels import quantize_kernel
 from jaxtrain.precision.nf4 import quantize_magnitudes, quantize_nf4
 from jaxtrain.runtime.devices import usable_cores
+from jaxtrain.runtime.terminal import print_remark
 
 # Start and stop per dimension.
 _Bounds = tuple[tuple[int, int], ...]
@@ -92,7 +93,7 @@ class StoredParameter:
         """Returns what stands at a position of its stack."""
         row = self.place.row
         name = self.place.names[int(np.ravel_multi_index(position, row.stack)) if row.stack else 0]
-        return row.transform.read_all(self.published.source.read(name))
+        return row.transform.read_all(_tensor(self.published, name, row.transform.theirs))
 
 
 def open_published(path: str | Path) -> PublishedModel:
@@ -114,6 +115,13 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any]) -> Place
         CheckpointError: Tensors that are missing, too many or of another shape; names the first three.
     """
     tensors, rows = published.source.tensors, published.family.tensors(settings)
+    published_vocabulary = published.settings.get("vocab_size") or 0
+    added_tokens = (settings.get("vocab_size") or 0) - published_vocabulary
+    if added_tokens > 0:
+        print_remark(
+            f"the embedding has {added_tokens} rows more than {published.path}: they, and those of an output layer, "
+            "begin as the mean of its rows"
+        )
     places, used = Places({}, {}), set()
     problems: dict[str, list[str]] = {"lacks": [], "has too many": [], "has other shapes or dtypes": []}
     for row in rows:
@@ -130,10 +138,15 @@ def find_places(published: PublishedModel, settings: Mapping[str, Any]) -> Place
                 problems["lacks"].append(candidates[0])
         if not isinstance(row, Entry) or not names:
             continue
-        for shape, dtype, name in ((*tensors[name], name) for name in names):
-            if shape != row.transform.theirs or dtype.kind in "iub":
-                wanted = list(row.transform.theirs)
-                problems["has other shapes or dtypes"].append(f"{name} is {dtype}{list(shape)}, not floats {wanted}")
+        expected = row.transform.theirs
+        for name in names:
+            shape, dtype = tensors[name]
+            if shape != expected and shape[:1] == (published_vocabulary,):
+                shape = (published_vocabulary + max(added_tokens, 0), *shape[1:])
+            if shape != expected or dtype.kind in "iub":
+                problems["has other shapes or dtypes"].append(
+                    f"{name} is {dtype}{list(shape)}, not floats {list(expected)}"
+                )
         (places.model_state if row.state else places.params)[row.path] = Place(row, tuple(names), tensors[names[0]][1])
     problems["has too many"] += (name for name in tensors if name not in used)
     said = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in problems.items() if names]
@@ -204,13 +217,23 @@ def _read(published: PublishedModel, place: Place, like: jax.ShapeDtypeStruct) -
     def fill(position: Position, name: str) -> None:
         tensor = None
         for bounds, out in shards.holding(position):
-            tensor = published.source.read(name) if tensor is None else tensor
+            tensor = _tensor(published, name, place.row.transform.theirs) if tensor is None else tensor
             copy_into(out, place.row.transform.read(tensor, [slice(*one) for one in bounds[stacked:]]))
 
     # NumPy copies without holding the interpreter: tensors are read side by side, as many as there are cores.
     with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(fill, positions(place.row), place.names))
     return shards.array()
+
+
+def _tensor(published: PublishedModel, name: str, shape: Shape) -> np.ndarray:
+    """Reads a tensor; to one of fewer tokens than `shape` the mean of its rows is added for each of the others."""
+    tensor = published.source.read(name)
+    if tensor.shape == shape:
+        return tensor
+    # In float64, so that a base that is read again is the same on every machine.
+    mean = tensor.mean(axis=0, dtype=np.float64, keepdims=True).astype(tensor.dtype)
+    return np.concatenate([tensor, mean.repeat(shape[0] - len(tensor), axis=0)])
 
 
 def copy_into(out: np.ndarray, part: np.ndarray) -> None:

@@ -117,7 +117,8 @@ def check_fits(model: Group) -> None:
     # An output layer that a file holds beside what ties it may be asked for.
     theirs |= {"tie_embeddings": False} if ours.get("tie_embeddings") is False else {}
     for key in theirs:
-        if key == "size" or ours.get(key) == theirs[key]:
+        # Rows that the vocabulary lacks are added when it is read.
+        if key == "size" or ours.get(key) == theirs[key] or (key == "vocab_size" and ours[key] > theirs[key]):
             continue
         if _arrays(family, {**theirs, key: ours[key]}) != _arrays(family, theirs):
             raise ConfigError(

@@ -70,7 +70,7 @@ class Texts:
         template: Chat template in the language of jinja2; None: that of the origin, if any.
         tokens: Name of a special token (eos_token) -> its text.
         ids: Key of config.json and generation_config.json (eos_token_id) -> an id, a list of ids, or null.
-        tokenizer: Text of a tokenizer.json, for where the origin has none.
+        tokenizer: Text of a tokenizer.json; None: that of the origin, if any.
         classes: Names of the first outputs, each row of one of them; None: those of the origin, where it has as many.
     """
 
@@ -249,16 +249,15 @@ def companions(config: Mapping[str, Any], files: Mapping[str, str | bytes], text
     `config` is the config.json, or the keys of it that say special tokens.
     """
     found = dict(files)
-    is_own = texts.tokenizer is not None and "tokenizer.json" not in files
-    if is_own:
-        found["tokenizer.json"] = str(texts.tokenizer)
+    if texts.tokenizer is not None:
+        found["tokenizer.json"] = texts.tokenizer
     said: dict[str, Any] = dict(texts.tokens)
     if texts.template is not None:
         if TEMPLATE in files:
             found[TEMPLATE] = texts.template
         if TEMPLATE not in files or "chat_template" in _object(files, SETTINGS):
             said["chat_template"] = texts.template
-    if said or (is_own and SETTINGS not in files):
+    if said or (texts.tokenizer is not None and SETTINGS not in files):
         found[SETTINGS] = _text((_object(files, SETTINGS) or _OWN_SETTINGS) | said)
     if texts.tokens:
         # An older form of tokenizer_config.json, which would contradict it.

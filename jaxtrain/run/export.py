@@ -13,6 +13,7 @@ import numpy as np
 from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
 from jaxtrain.config.published import settings_of
+from jaxtrain.data.tokenizer import load_tokenizer, tokenizer_sha256
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
 from jaxtrain.interop.peft import write_adapter
@@ -22,10 +23,10 @@ from jaxtrain.interop.write import Form, Origin, companions, saved_dtypes, write
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Params
-from jaxtrain.run.directory import tokenizer_file
+from jaxtrain.run.directory import TOKENIZER_FILE, tokenizer_file
 from jaxtrain.run.open_run import OpenedRun, open_model, open_run
 from jaxtrain.run.predict import OpenedModel
-from jaxtrain.run.published import exported_texts, kept_published
+from jaxtrain.run.published import FOLDER, exported_texts, kept_published
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.runtime.tree import merge_leaves, paths_of
 from jaxtrain.train.base import base_of
@@ -59,6 +60,13 @@ def export_run(
     if merge and not has_adapters:
         raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
     tokenizer = None if file is None else file.read_text(encoding="utf-8")
+    published = run_dir / FOLDER / TOKENIZER_FILE
+    if (
+        run.tokenizer is not None
+        and published.is_file()
+        and tokenizer_sha256(load_tokenizer(published)) == tokenizer_sha256(run.tokenizer)
+    ):
+        tokenizer = None  # that of the published model stays as it is written
     texts = exported_texts(info, run.tokenizer, origin, model)
     texts = dataclasses.replace(texts, tokenizer=tokenizer, classes=run.classes)
     if has_adapters and not merge:

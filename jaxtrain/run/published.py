@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.config import Config
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
@@ -19,7 +21,7 @@ from jaxtrain.data.chat.templates import (
     published_tokens,
 )
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, reading_published
 from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.interop.families.family import label_names
 from jaxtrain.interop.formats.hub import read_published_config, tokenizer_origin
@@ -121,9 +123,11 @@ def read_texts(
     """The chat template (None: there is none) and the special tokens that the files beside a tokenizer name."""
     if not files or not isinstance(tokenizer, NamedTokens):
         return None, SpecialTokens(added)
-    named, stop = published_tokens(files, tokenizer)
-    known = {name: text for name, text in named.items() if tokenizer.token_id(text) is not None}
-    return published_format(files, where, tokenizer), SpecialTokens(added, stop, known)
+    with reading_published(f"what is beside the tokenizer of {where}"):
+        named, stop = published_tokens(files, tokenizer)
+        stop = tuple(np.array(stop, np.int32).tolist())
+        known = {name: text for name, text in named.items() if tokenizer.token_id(text) is not None}
+        return published_format(files, where, tokenizer), SpecialTokens(added, stop, known)
 
 
 def exported_texts(info: Mapping[str, Any], tokenizer: Tokenizer | None, origin: Origin | None, model: Model) -> Texts:

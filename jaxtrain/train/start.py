@@ -25,7 +25,7 @@ from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.interop.formats.hub import is_published
 from jaxtrain.interop.peft import OpenedAdapter, open_adapter
-from jaxtrain.interop.read import Place, PublishedModel, find_places, open_published, read_kernel, read_places
+from jaxtrain.interop.read import Place, PublishedModel, by_path, find_places, open_published, read_kernel, read_places
 from jaxtrain.layout.sharding import parameter_spec
 from jaxtrain.models.adapters import quantized_kernel
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
@@ -215,6 +215,8 @@ def _from_published(path: str | Path, own: _Source | None, target: _Target, adap
     settings = settings_in(path, published.settings)
     if "output" in paths_of(target.drawn[0]) and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
+    if "vocab_size" in settings:
+        settings["vocab_size"] = max(settings["vocab_size"], target.model.model.vocab_size or 0)
     places = find_places(published, settings)
     params = _published_part(path, published, places.params, _original_params(target.model))
     state = _published_part(path, published, places.model_state, paths_of(target.model.abstract_model_state))
@@ -370,18 +372,13 @@ def _drawn_again(sharded_model: ShardedModel, seed: int, wanted: Wanted) -> dict
     return jax.jit(draw, out_shardings={path: like.sharding for path, like in wanted.items()})(random_key(seed))
 
 
-def _kernels(params: Params) -> dict[str, Any]:
-    """Path -> leaf, where what stands in the place of a kernel is one leaf."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)}
-
-
 def _original_params(sharded_model: ShardedModel) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read for a model or the one that it was made of; kernels that are stored quantized as float32."""
     adapted = sharded_model.model.adapted
     if adapted is None:
         return paths_of(sharded_model.abstract_params)
     shapes, layout, found = parameter_shapes(adapted.original), sharded_model.layout, {}
-    for name, leaf in _kernels(sharded_model.abstract_params).items():
+    for name, leaf in by_path(sharded_model.abstract_params, is_leaf=is_kernel).items():
         base = leaf.base if isinstance(leaf, LowRankKernel) else leaf
         if is_quantized(base):
             shape = shapes[name].shape
@@ -403,7 +400,7 @@ def _as_adapted(given: _Source, sharded_model: ShardedModel, drawn: Params) -> t
     quantized: dict[str, str] = {}
     leaves = dict(given.leaves)
     free: set[str] = set()
-    for name, leaf in _kernels(drawn).items():
+    for name, leaf in by_path(drawn, is_leaf=is_kernel).items():
         has_adapter = isinstance(leaf, LowRankKernel)
         if has_adapter:
             free |= {f"{name}/lora_a", f"{name}/lora_b"}

@@ -9,6 +9,7 @@ from checkpoint_states import abstract, assert_same, make_state, mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint import Checkpointer, digest
+from jaxtrain.checkpoint.tree import difference
 from jaxtrain.errors import CheckpointError
 
 
@@ -88,6 +89,17 @@ def test_numbers_and_numpy_arrays_stay_on_the_host(tmp_path):
         assert type(restored[name]) is type(value), name
         np.testing.assert_array_equal(restored[name], value, err_msg=name)
     assert restored["int64"].dtype == np.int64
+
+
+def test_a_table_of_arrays_that_lacks_one_or_has_one_more_differs():
+    saved = {"params.a": ((2,), "float32"), "params.b": ((3,), "float32")}
+    assert difference(saved, dict(saved))[0] == set()
+    lacking = difference({"params.a": saved["params.a"]}, saved)
+    assert lacking[0] == {"params"}
+    assert "params/b is not saved" in lacking[1]
+    extra = difference(saved, {"params.a": saved["params.a"]})
+    assert extra[0] == {"params"}
+    assert "params/b" in extra[1]
 
 
 def test_info_and_verify(tmp_path):

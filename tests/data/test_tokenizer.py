@@ -143,3 +143,21 @@ def test_the_frames_of_encoders_are_the_same_where_a_run_kept_its_tokenizer(tmp_
     kept = TokenizerConfig(kind="file", path=str(tmp_path / "run" / "tokenizer.json"))
     assert special_ids(load_tokenizer(tmp_path / "run" / "tokenizer.json"), kept) == trained
     assert trained.start == tokenizer.token_id("[CLS]")
+
+
+REPEATED = {"type": "Split", "pattern": {"Regex": "(a+)+$|(a|aa)+b"}, "behavior": "Isolated", "invert": False}
+WORDS = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
+# What is other in the file -> what its line says.
+FAILING = {
+    "an expression that backtracks": ({"pre_tokenizer": REPEATED}, "the tokenizer fails on a text"),
+    "no unknown token": ({"model": {**WORDS, "vocab": {"b": 0}}}, r"the tokenizer fails on a text.*\[UNK\]"),
+    "an id of 2^31": ({"model": {**WORDS, "vocab": {"a": 2**31}}}, r"a\.json is not .*an id of 2147483648"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FAILING.values(), ids=FAILING)
+def test_a_file_that_fails_on_a_text_is_one_line(tmp_path, change, message):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**json.loads(make("bpe").to_json()), **change}))  # pyright: ignore[reportAttributeAccessIssue] a BPE
+    with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
+        load_tokenizer(path).encode("a" * 40 + "c")

@@ -13,7 +13,7 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, OnEvent, Request, Ticket
 from jaxtrain.inference.server.app import Service, build_app
 from jaxtrain.inference.server.bodies import PromptReader
-from jaxtrain.inference.server.serve import address_of, bind, listen
+from jaxtrain.inference.server.serve import HttpProtocol, address_of, bind, listen
 
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
 START, END = 256, 257
@@ -77,7 +77,9 @@ def serving(given: Service):
     """The address of a server of a service, in a thread of its own."""
     taken = bind("127.0.0.1", 0, has_key=False)
     listen(taken)
-    config = uvicorn.Config(build_app(given), lifespan="off", log_config=None, access_log=False, ws="none")
+    config = uvicorn.Config(
+        build_app(given), http=HttpProtocol, lifespan="off", log_config=None, access_log=False, ws="none"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
     thread.start()

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.engine import CompileCounter, Engine
 from jaxtrain.inference.engine.request import Request
 from jaxtrain.inference.sampling import Sampling, choose_rows, row_sampling
 
@@ -65,7 +66,7 @@ class Alone:
         begin = len(request.tokens)
         text[:begin] = request.tokens
         np.add.at(counts[0], list(request.tokens), 1)
-        row = row_sampling([request.sampling], [request.seed])
+        row = row_sampling([request.sampling], [request.seed], [request.row])
         tokens, log_probabilities, table = [], [], np.zeros(0)
         for at in range(begin, begin + request.new_tokens):
             token, table = jax.device_get(self._next(self._params, text, np.int32(at), row, counts))
@@ -96,6 +97,7 @@ def random_requests(number: int, seed: int) -> list[Request]:
                 new_tokens=int(random.integers(1, 20)),
                 sampling=SAMPLINGS[index % len(SAMPLINGS)],
                 seed=int(random.integers(0, 1000)),
+                row=index % 3,
                 stop_tokens=frozenset({int(random.integers(0, VOCABULARY))} if index % 4 == 0 else ()),
             )
         )
@@ -174,6 +176,29 @@ def test_a_chat_that_goes_on_is_not_read_again(engine):
     assert len(list(ticket)) == 2
     # All but the last token of the answer, which nothing was computed after.
     assert ticket.cached_tokens == len(first.tokens) + len(answer) - 1
+
+
+def test_after_an_update_answers_are_those_of_the_new_parameters(model, alone):
+    """Those of a train step, which takes over the arrays of its state afterwards."""
+    sharded_model, params = model
+    step = jt.make_train_step(sharded_model.model, jt.language_modeling(), optax.sgd(0.1), mesh=sharded_model.mesh)
+    former = jax.tree.map(lambda leaf: leaf * 0.5, params)
+    requests = random_requests(3, seed=4)
+    with Engine(step, former, slots=3, chunk=8) as engine:
+        jax.tree.map(lambda leaf: leaf.delete(), former)  # as the next step does
+        first = [[one.token for one in engine.submit(request)] for request in requests]
+        latest = jax.tree.map(jnp.copy, params)
+        compiled = CompileCounter()
+        with compiled.on_this_thread():
+            engine.update(latest)
+        jax.tree.map(lambda leaf: leaf.delete(), latest)
+        tickets = [engine.submit(request) for request in requests]
+        assert [[one.token for one in ticket] for ticket in tickets] != first
+        assert compiled.count == engine.counters().compiled == 0
+        assert [ticket.cached_tokens for ticket in tickets] == [0] * 3
+        check_like_alone(engine, alone, requests, threads=1)
+        with pytest.raises(jt.ConfigError, match="other paths or shapes"):
+            engine.update({"embedding": params["embedding"]})
 
 
 @pytest.mark.long

@@ -36,6 +36,9 @@ class CountingPrograms:
     def warm(self) -> None:
         pass
 
+    def update(self, params: Any) -> None:
+        self.runs.append(f"update {params}")
+
     def _chosen(self, tokens: np.ndarray, name: str) -> Chosen:
         assert self.gate.wait(20)
         if self.fails:
@@ -164,6 +167,22 @@ def test_a_device_that_fails_ends_every_request_in_one_line(engine):
         assert "\n" not in str(caught.value)
     with pytest.raises(EngineDead, match="the device is gone"):
         engine.submit(request(1))
+
+
+def test_new_parameters_are_refused_while_a_request_waits_or_runs(engine):
+    engine, programs = engine
+    programs.gate.clear()
+    tickets = [engine.submit(request(10 * index)) for index in (1, 2, 3)]
+    with pytest.raises(EngineFull, match="requests are running or waiting; update"):
+        engine.update("new")
+    programs.gate.set()
+    for ticket in tickets:
+        assert len(list(ticket)) == 3
+    engine.update("new")
+    assert programs.runs[-1] == "update new"
+    engine.close()
+    with pytest.raises(EngineDead, match="closed"):
+        engine.update("newer")
 
 
 def test_an_error_of_a_caller_ends_its_own_request(engine):

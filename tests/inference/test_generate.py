@@ -103,6 +103,17 @@ def test_a_row_is_what_it_is_alone(sharded, params):
     np.testing.assert_array_equal(turned[::-1], together)
 
 
+def test_rows_of_neighbouring_seeds_have_nothing_in_common(sharded, params):
+    rows = [PROMPTS[0]] * 3
+    first, second = (
+        generate_ids(sharded, params, rows, new_tokens=NEW, sampling=jt.Sampling(3.0), seed=s) for s in (4, 5)
+    )
+    assert len({tuple(row) for row in (*first.tolist(), *second.tolist())}) == 6
+    writing = Writing(NEW, jt.Sampling(3.0), seed=4, first_row=1)  # a later batch of the same seed
+    (later,) = generation_pieces(sharded, params, rows, writing)
+    assert later.tokens[:2].tolist() == first[1:].tolist()
+
+
 @pytest.mark.long
 def test_pieces_are_parts_of_the_whole(sharded, params, greedy):
     ended, before = np.zeros(3, bool), 0

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 import jaxtrain as jt
 from jaxtrain.data.chat.templates import files_beside
 from jaxtrain.data.tokenizer import BpeTokenizer
+from jaxtrain.errors import CheckpointError
 from jaxtrain.inference import generate
 from jaxtrain.inference.harness import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
@@ -65,12 +66,25 @@ def test_of_a_run(model, tokenizer, tmp_path, info, added):
         assert found == ([256, *plain] if added else plain)
 
 
-def test_of_a_published_folder(model, tokenizer, tmp_path):
+ENDS = {
+    "generation_config.json": {
+        "generation_config.json": {"eos_token_id": [257, 10]},
+        "config.json": {"eos_token_id": 3},
+    },
+    "config.json": {"config.json": {"eos_token_id": [257, 10], "text_config": {"eos_token_id": 3}}},
+    "one id, beside other settings": {"generation_config.json": {"top_p": 0.9}, "config.json": {"eos_token_id": 10}},
+    "of a tower": {"config.json": {"text_config": {"eos_token_id": 10}, "eos_token_id": None}},
+}
+
+
+@pytest.mark.parametrize("files", ENDS.values(), ids=ENDS)
+def test_of_a_published_folder(model, tokenizer, tmp_path, files):
     """Its files name the tokens, and the ids at which it stops."""
     tokenizer.save(tmp_path / "tokenizer.json")
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<none such>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 10]}))
+    for name, settings in files.items():
+        (tmp_path / name).write_text(json.dumps(settings))
     _, special = read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="", added=True)
     assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 3
     reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
@@ -96,3 +110,16 @@ def test_special_tokens_that_a_model_writes_are_hidden(model, tokenizer, monkeyp
     assert text() == "a" + "".join(letters)
     assert text(skip_special_tokens=False) == f"a{letters[0]}<s>{letters[1]}"
     assert text(stop_tokens=[105]) == "a" + letters[0]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"eos_token_id": 2**31}, {"eos_token_id": [[1]]}, {"eos_token_id": "x"}, {"chat_template": [5]}],
+    ids=str,
+)
+def test_files_that_say_no_tokens_are_one_line(tokenizer, tmp_path, files):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    name = "tokenizer_config.json" if "chat_template" in files else "config.json"
+    (tmp_path / name).write_text(json.dumps(files))
+    with pytest.raises(CheckpointError, match=r"^what is beside the tokenizer of here is missing or damaged [^\n]*$"):
+        read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="here", added=True)

@@ -9,6 +9,7 @@ import pytest
 from scripted import ScriptedEngine, service, serving
 from starlette.testclient import TestClient
 
+from jaxtrain.inference.server import serve
 from jaxtrain.inference.server.app import build_app
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -115,6 +116,24 @@ def test_a_body_that_never_ends_is_given_up(engine):
         with socket.create_connection((host, int(port)), timeout=20) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_headers_that_never_end_are_given_up(engine, monkeypatch):
+    """Those of the first request of a connection, and of a later one."""
+    monkeypatch.setattr(serve, "CLIENT_SECONDS", 1.0)
+    with serving(service(engine)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=20) as first,
+            socket.create_connection((host, int(port)), timeout=20) as later,
+        ):
+            first.sendall(b"GET /health HTTP/1.1\r\nHost:")
+            later.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert later.recv(1000).startswith(b"HTTP/1.1 200")
+            later.sendall(b"GET /health HTTP/1.1\r\nHost:")
+            assert first.recv(100) == b""
+            while rest := later.recv(1000):
+                assert b"HTTP/1.1 4" not in rest  # of the first answer
 
 
 def test_health_and_metrics(address, client):

@@ -140,8 +140,8 @@ def test_fields_become_requests_of_the_engine():
         prompt=["Hi", "Ho"], n=2, seed=7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1,
         presence_penalty=-1, frequency_penalty=2, max_tokens=4, logprobs=3,
     )  # fmt: skip
-    assert [(one.tokens, one.seed) for one in sampled.requests] == [
-        ((72, 105), 7), ((72, 105), 8), ((72, 111), 7), ((72, 111), 8),
+    assert [(one.tokens, one.seed, one.row) for one in sampled.requests] == [
+        ((72, 105), 7, 0), ((72, 105), 7, 1), ((72, 111), 7, 2), ((72, 111), 7, 3),
     ]  # fmt: skip
     expected = Sampling(
         0.5, 3, 0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-1.0, frequency_penalty=2.0,

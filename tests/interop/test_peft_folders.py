@@ -172,6 +172,21 @@ def test_an_adapter_of_another_family_is_refused():
         jt.load_adapter(HERE / "adapters" / "gpt2", base=base_of("llama"))
 
 
+@pytest.mark.parametrize("name", ["cohere", "gemma2"])
+def test_an_embedding_that_is_trained_whole_is_the_output_layer_too_where_the_base_ties_it(name):
+    rows = rows_of(HERE / "published" / name)
+    entries = {row.path: row for row in rows if isinstance(row, Entry)}
+    embedding = np.random.default_rng(0).normal(size=entries["embedding"].shape).astype(np.float32)
+    query = entries["blocks/attention/query/kernel"]
+    width, *heads = query.transform.ours
+    pair = np.ones((*query.stack, width, 2), np.float32), np.ones((*query.stack, 2, *heads), np.float32)
+    whole = {"embedding": embedding}
+    tensors, said = written_adapter(rows, {query.path: pair}, whole, AdapterConfig(rank=2, alpha=4))
+    assert said["modules_to_save"] == ["embed_tokens", "lm_head"]
+    for module in ("model.embed_tokens", "lm_head"):
+        np.testing.assert_array_equal(tensors[f"{PREFIX}{module}.weight"], embedding)
+
+
 @pytest.mark.long
 def test_a_tied_embedding_is_written_for_both_of_its_modules(tmp_path: Path) -> None:
     """PEFT 0.21.2 gives our logits to 1.2e-7 of such a folder, and is off by 0.3 without `lm_head`."""

@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain.config.published import parse_settings, settings_of
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.interop.families.bert import read_sentence_head
 from jaxtrain.interop.formats.safetensors import (
     INDEX,
     SINGLE,
@@ -33,7 +34,12 @@ def entry(begin, end, shape=(2,), dtype="F32"):
 # What the file holds -> what its line says.
 DAMAGED = {
     "header longer than the file": ((b"{}", b"", 100), "its header claims 100 of 10 bytes"),
-    "no JSON": ((b"\xff{", b""), "not a complete safetensors file"),
+    "no JSON": ((b"\xff{", b""), "model.safetensors is missing or damaged"),
+    "negative sizes": (({"a": entry(0, 8, (-1, -2))}, bytes(8)), r"a float32\[-1, -2\] does not match bytes 0 to 8"),
+    "sizes with a point": (({"a": entry(0, 8, (2.0,))}, bytes(8)), "damaged"),
+    "offsets with a point": (({"a": entry(0.0, 8.0)}, bytes(8)), "damaged"),
+    "a dtype that is a list": (({"a": entry(0, 8, dtype=["F32"])}, bytes(8)), "damaged"),
+    "a list": (([1], b""), "damaged"),
     "offsets of another size": (({"a": entry(0, 4)}, bytes(4)), "does not match bytes 0 to 4"),
     "hole": (({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "does not match bytes 12 to 20"),
     "cut off": (({"a": entry(0, 8)}, bytes(4)), "its tensors end at byte"),
@@ -69,6 +75,31 @@ def test_shards_are_read_as_one(tmp_path):
     assert parts.tensors == whole.tensors
     for name in whole.tensors:
         np.testing.assert_array_equal(parts.read(name), whole.read(name))
+
+
+# File of the folder, content -> what its line says; all have values of another kind than is expected.
+OTHER_KINDS = {
+    "names of shards": (INDEX, {"weight_map": 5}, CheckpointError, "damaged"),
+    "a list of shards": (INDEX, {"weight_map": ["a.safetensors"]}, CheckpointError, "damaged"),
+    "an index that is a number": (INDEX, 5, CheckpointError, "damaged"),
+    "a model_type": ("config.json", {"model_type": []}, ConfigError, "no config.json with a model_type"),
+    "a quantization": ("config.json", {"model_type": "llama", "quantization_config": 4}, CheckpointError, "damaged"),
+    "modules": ("modules.json", [5], CheckpointError, "damaged"),
+}
+
+
+def opened(folder):
+    read_sentence_head(folder, {"head": {"kind": "embedding"}})
+    open_folder(folder)
+
+
+@pytest.mark.parametrize(("name", "content", "error", "said"), OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_values_of_another_kind_are_one_line(tmp_path, name, content, error, said):
+    shutil.copy(LLAMA / "config.json", tmp_path / "config.json")
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(error, match=f"^[^\n]*{said}[^\n]*$") as caught:
+        opened(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 NAME = "model.norm.weight"

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.models.task import CallingLoss
 
 B, L, V = 8, 12, 24
 SIZES = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": L, "vocab_size": V}
@@ -97,6 +98,23 @@ def test_a_reward_model_scores_the_token_that_ends_the_answer():
     _, found = step(state, batch)
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-5)  # other lengths, other sums
     np.testing.assert_allclose(found["margin"], np.mean(scores[:, 0] - scores[:, 1]), rtol=1e-3, atol=1e-6)
+
+
+def test_the_text_of_a_reward_ends_with_the_token_after_the_last_that_counts():
+    seen = []
+
+    def apply(inputs):
+        seen.append(np.asarray(inputs["segments"]))
+        return jnp.zeros(len(inputs["tokens"]))
+
+    weights = np.zeros((1, 2, L), np.float32)
+    weights[0, 0, 2:5] = 1  # its last token is the input after place 4
+    weights[0, 1, 3:] = 0.5  # up to the end of the row
+    batch = {name: BATCH[name][:1] for name in ("inputs", "targets")} | {"weights": weights}
+    loss = jt.reward().loss
+    assert isinstance(loss, CallingLoss)
+    loss.function(apply, batch, jax.random.key(0))
+    assert seen[0].tolist() == [[1] * 6 + [0] * (L - 6), [1] * L]
 
 
 MESHES = {

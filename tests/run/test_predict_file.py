@@ -12,6 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxtrain as jt
+from jaxtrain.commands.predict import _csv_lines
 from jaxtrain.config import load_config
 from jaxtrain.data.permutation import split_examples
 from jaxtrain.run.run import run_config
@@ -261,3 +262,11 @@ def test_a_model_from_python_is_given_again_and_its_task_decides(tmp_path):
     outputs = predicted(run, "table", tmp_path / "rows.csv")
     found = run.predict_file(tmp_path / "rows.csv")
     assert [row["class"] for row in found] == [run.classes[k] for k in outputs.argmax(-1)]
+
+
+def test_cells_that_spreadsheets_would_run_are_quoted_in_csv():
+    names = ["=1+1", "-2+3+cmd|' /C calc'!A0", "@SUM(A1)", "-1", "+1.5e-3", "-", "a=b"]
+    text = "".join(_csv_lines([{"row": 1 + row, "class": name} for row, name in enumerate(names)]))
+    cells = [row["class"] for row in csv.DictReader(io.StringIO(text))]
+    assert cells == [f"'{name}" for name in names[:3]] + names[3:]
+    assert "'" not in "".join(_csv_lines([{"row": 1, "numbers": np.float32([-1.5, 2])}]))

@@ -276,7 +276,9 @@ class ChatEncoder:
         if self._bytes is not None:
             yield from (self._encode_bytes(self._bytes, text) for text in texts)
             return
-        for found in self._model.encode_batch(list(texts), add_special_tokens=False):
+        with tokenizers.encoding():
+            encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
+        for found in encoded:
             starts = np.fromiter((start for start, _ in found.offsets), np.int64, len(found.ids))
             yield Encoded(np.array(found.ids, np.int32), starts)
 

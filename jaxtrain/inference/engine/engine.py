@@ -27,6 +27,7 @@ from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.inference.sampling import Sampling, row_sampling
 from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.train.step import TrainStep
 
 _CLOSED = "the engine is closed; start another one"
 # What the thread gets to end in where the interpreter ends: an `on_event` that waits for the program never returns.
@@ -123,6 +124,12 @@ class Scheduler:
         """Whether no request waits or runs."""
         return not len(self.waiting) and all(slot.ticket is None for slot in self._slots)
 
+    def update(self, params: Params) -> None:
+        """Take other parameters, between two requests: keys and values of the former ones are forgotten."""
+        self._programs.update(params)
+        for slot in self._slots:
+            slot.cached = []
+
     def step(self) -> None:
         """Do what is next: at most one chunk of one prompt, and one token for every answer.
 
@@ -163,7 +170,7 @@ class Scheduler:
             request, sampling = ticket.request, ticket.request.sampling
             self._orders += 1
             slot.take(ticket, self._orders)
-            row = row_sampling([sampling], [request.seed])
+            row = row_sampling([sampling], [request.seed], [request.row])
             jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
             if sampling.counts_tokens:
                 size = self._programs.vocab_size
@@ -248,8 +255,9 @@ class Engine:
     rounding of sums may differ between a prompt that was read whole and one whose beginning was there already.
 
     Args:
-        sharded_model: has a decoder; from `shard_model`.
-        params: of the model, on its mesh; also quantized.
+        step: a sharded model (from `shard_model`) with a decoder, or a train step.
+        params: of the model, on its mesh; also quantized. Those of a train step are copied, because its next call
+            takes over the arrays of the state. Those of a sharded model are not, where they have the compute dtype.
         slots: rows of the cache: how many requests run at a time.
         length: positions of each row, for a prompt and its answer; None: all that the model has.
         chunk: tokens of a prompt that are read between two steps of the answers.
@@ -275,7 +283,7 @@ class Engine:
 
     def __init__(
         self,
-        sharded_model: ShardedModel,
+        step: TrainStep | ShardedModel,
         params: Params,
         *,
         slots: int = 8,
@@ -284,7 +292,9 @@ class Engine:
         cache_dtype: str | None = None,
         queue: int = 256,
     ):
-        decoder = decoder_of(sharded_model.model, has_encoder=False)
+        self._is_trained = isinstance(step, TrainStep)
+        self._model = step.sharded_model if isinstance(step, TrainStep) else step
+        decoder = decoder_of(self._model.model, has_encoder=False)
         # One cache serves short and long texts, whose positions may rotate by different frequencies.
         longest = min(decoder.max_length, decoder.short_length or decoder.max_length)
         self.length = longest if length is None else length
@@ -294,7 +304,8 @@ class Engine:
                 f"{longest}, and 1 or more of the others"
             )
         self._slots, self._chunk, self._queue = slots, min(chunk, self.length), queue
-        self._model, self._params, self._cache_dtype = sharded_model, params, cache_dtype
+        self._params = params
+        self._cache_dtype = cache_dtype
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._accepted = 0
@@ -327,8 +338,11 @@ class Engine:
             chunk=self._chunk,
             cache_dtype=self._cache_dtype,
         )
+        if self._is_trained:
+            programs.update(self._params)
         programs.warm()
-        self._params, self._vocab_size = programs.params, programs.vocab_size
+        del self._params
+        self._vocab_size = programs.vocab_size
         self._scheduler = Scheduler(programs, self._waiting)
         self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
         self._thread.start()
@@ -370,6 +384,29 @@ class Engine:
             self._accepted += 1
             self._changed.notify()
         return ticket
+
+    def update(self, params: Params) -> None:
+        """Go on with other parameters, as after a step of training; nothing is compiled.
+
+        It is refused while a request waits or runs, so that no answer is of both. Keys and values of the former
+        parameters are forgotten.
+
+        Args:
+            params: of the same model, as in `state.params`, on any mesh. They are copied, so that a step may take
+                over the arrays afterwards.
+
+        Raises:
+            EngineFull: a request waits or runs; a later attempt may succeed.
+            EngineDead: the engine was closed, or its device failed.
+            ConfigError: they are of another model.
+        """
+        assert self._scheduler is not None, "call start() first"
+        with self._changed:  # nothing is submitted meanwhile
+            if self._closing:
+                raise EngineDead(self.error or _CLOSED)
+            if self._accepted > self._scheduler.counters.finished:
+                raise EngineFull("requests are running or waiting; update the parameters when they have ended")
+            self._scheduler.update(params)
 
     def close(self, *, drain: bool = True) -> None:
         """Accept no more requests, and end the thread; without `drain` what waits or runs ends as cancelled."""

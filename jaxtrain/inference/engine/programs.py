@@ -299,6 +299,21 @@ class Programs:
                 ) from error
         self._compile(decoder)
 
+    def update(self, params: Params) -> None:
+        """Take a copy of other parameters, which the compiled programs run with from then on.
+
+        Raises:
+            ConfigError: they are not those of this model.
+        """
+        if jax.tree.map(np.shape, params) != jax.tree.map(np.shape, self.params):
+            raise ConfigError(
+                "these parameters have other paths or shapes than those that the engine was started with; pass the "
+                "params of a state of the same model"
+            )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
+        params = cast_floats(params, self._model.policy.compute_dtype)
+        self.params = jax.device_put(params, shardings, may_alias=False)
+
     def _compile(self, decoder: Decoder) -> None:
         """Compile every program for what it is given: traced one after the other, compiled at the same time."""
         mesh = self._model.mesh

@@ -47,6 +47,7 @@ class Request:
         seed: of the random choices; the same request with the same seed gets the same tokens.
         stop_tokens: ids that end the answer; the one that does is emitted too.
         top: alternatives that are reported with each token, the likeliest first, 0 to 20.
+        row: which of several answers with this seed it is, 0 or more: row 2 is sampled as row 2 of `generate_text`.
 
     Raises:
         ConfigError: there is no token, or a number is out of its range.
@@ -63,13 +64,20 @@ class Request:
     seed: int = 0
     stop_tokens: frozenset[int] = frozenset()
     top: int = 0
+    row: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
         object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
-        if not self.tokens or min(self.tokens) < 0 or self.new_tokens < 1 or not 0 <= self.top <= MOST_ALTERNATIVES:
+        if (
+            not self.tokens
+            or min(*self.tokens, self.row) < 0
+            or self.new_tokens < 1
+            or not 0 <= self.top <= MOST_ALTERNATIVES
+        ):
             raise ConfigError(
-                f"a Request takes at least one token id, new_tokens of 1 or more and top from 0 to {MOST_ALTERNATIVES}"
+                "a Request takes at least one token id, new_tokens of 1 or more, a row of 0 or more and top from 0 to "
+                f"{MOST_ALTERNATIVES}"
             )
 
 

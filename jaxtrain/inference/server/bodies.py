@@ -313,8 +313,8 @@ def _call(
     # A stop that spells a special token, which the text does not show, is met by the token itself.
     stop_tokens = reader.stop_tokens | {special[one] for one in body.stop if one in special}
     requests = [
-        Request(prompt, new_tokens, sampling, (seed + choice) % 2**32, stop_tokens, top or 0)
-        for prompt, new_tokens in prompts
+        Request(prompt, new_tokens, sampling, seed % 2**32, stop_tokens, top or 0, row=index * body.n + choice)
+        for index, (prompt, new_tokens) in enumerate(prompts)
         for choice in range(body.n)
     ]
     return Call(

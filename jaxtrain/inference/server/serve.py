@@ -14,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import Engine
@@ -104,6 +105,21 @@ def address_of(taken: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class HttpProtocol(H11Protocol):
+    """A connection, which is dropped where its client does not end the headers of a request in `CLIENT_SECONDS`."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._drops = self.loop.call_later(CLIENT_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._drops.cancel()
+        elif self._drops.cancelled():
+            self._drops = self.loop.call_later(CLIENT_SECONDS, self.transport.close)
+
+
 class _Server(uvicorn.Server):
     """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
 
@@ -131,6 +147,7 @@ def serve_app(app: Starlette, taken: socket.socket, *, when_ready: Callable[[], 
     """
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, reading_published
 from jaxtrain.interop.families.family import (
     HEAD_KEYS,
     Family,
@@ -371,7 +371,8 @@ def read_sentence_head(folder: Path, settings: Mapping[str, Any]) -> dict[str, A
     file = folder / "modules.json"
     if (settings.get("head") or {}).get("kind") != "embedding" or not file.is_file():
         return None
-    modules = [(str(one.get("type")).rpartition(".")[2], str(one.get("path"))) for one in read_json(file, kind=list)]
+    with reading_published(file):
+        modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in read_json(file, kind=list)]
     kinds = [kind for kind, _ in modules]
     known = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
     said = read_json(folder / modules[1][1] / "config.json") if known else {}

@@ -21,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.errors import CheckpointError
+from jaxtrain.errors import reading_published
 
 # Elements dequantized at once: bounds what a large tensor takes beside its result to a few times 4 MiB.
 _PIECE_ELEMENTS = 2**20
@@ -73,12 +73,10 @@ def read_gguf(path: str | Path) -> GgufFile:
         CheckpointError: The file is missing, is not GGUF, is damaged, or stores tensors in a type that is not read.
     """
     path = Path(path)
-    try:
+    with reading_published(path):
         with path.open("rb") as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return _Reader(content).file(path)
-    except (OSError, ValueError, KeyError, struct.error, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path} is missing, damaged or not a GGUF file that can be read: {error}") from None
 
 
 class _Reader:

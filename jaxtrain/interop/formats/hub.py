@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import CheckpointError, ConfigError, UserError
+from jaxtrain.errors import CheckpointError, ConfigError, UserError, reading_published
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PACKAGE = "package:"
@@ -112,16 +112,14 @@ def is_published(path: str | Path) -> bool:
     """Whether a path is that of a published model: a folder with a config.json of one, or a GGUF file."""
     try:
         return Path(path).suffix == ".gguf" or "model_type" in read_json(Path(path) / "config.json")
-    except ConfigError:
+    except CheckpointError:
         return False
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote, or a ConfigError."""
-    try:
+    """Returns the object (or the list, if `kind` is list) in a JSON file that somebody else wrote."""
+    with reading_published(file):
         return kind(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as problem:
-        raise ConfigError(f"{file} is not JSON of a {kind.__name__} ({problem}); download it again") from None
 
 
 def read_published_config(path: Path) -> dict[str, Any]:
@@ -137,19 +135,21 @@ def read_published_config(path: Path) -> dict[str, Any]:
         return published_config(read_gguf(path))
     file = path / "config.json"
     config = read_json(file) if file.is_file() else {}
-    if "model_type" not in config:
+    if not isinstance(config.get("model_type"), str):
         lacks = f"{path} holds no config.json with a model_type" if path.is_dir() else f"there is no folder {path}"
         raise ConfigError(f"{lacks}; name a folder that holds config.json and model.safetensors")
-    stored = config.get("quantization_config")
+    stored = config.pop("quantization_config", None)
     if stored is None:
         return config
-    if stored.get("quant_method") == "mxfp4":
-        return {key: value for key, value in config.items() if key != "quantization_config"}
-    four = stored.get("load_in_4bit", stored.get("_load_in_4bit"))
-    found = (stored.get("quant_method"), bool(four), stored.get("bnb_4bit_quant_type"))
-    if found != ("bitsandbytes", True, "nf4") or stored.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+    with reading_published(file):
+        if stored.get("quant_method") == "mxfp4":
+            return config
+        four = stored.get("load_in_4bit", stored.get("_load_in_4bit"))
+        found = (stored.get("quant_method"), bool(four), stored.get("bnb_4bit_quant_type"))
+        storage = stored.get("bnb_4bit_quant_storage", "uint8")
+    if found != ("bitsandbytes", True, "nf4") or storage != "uint8":
         raise ConfigError(
             f"{file}: quantization_config says that the tensors are quantized as {found}, "
             "but only floats and nf4 of bitsandbytes (in uint8) are supported; convert them first"
         )
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    return config

@@ -300,7 +300,7 @@ def _floats(folder: AdapterFolder, name: str, transform: Transform) -> np.ndarra
     if stored.shape != transform.theirs or stored.dtype.kind in "iub":
         raise CheckpointError(
             f"{folder.path}: {name} is {stored.dtype}{list(stored.shape)}, but its config and the base need "
-            f"floats {list(transform.theirs)}; the adapter belongs to another base"
+            f"floats {list(transform.theirs)}; the adapter belongs to another base, or to model.vocab_size of it"
         )
     return map_tensor(stored).astype(np.float32)
 

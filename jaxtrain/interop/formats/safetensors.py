@@ -16,9 +16,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.errors import CheckpointError
+from jaxtrain.errors import CheckpointError, reading_published
 from jaxtrain.interop.formats.chat_template import read_template
-from jaxtrain.interop.formats.hub import INDEX, SINGLE, fetch_weights, read_json, read_published_config
+from jaxtrain.interop.formats.hub import (
+    INDEX,
+    SINGLE,
+    fetch_weights,
+    read_json,
+    read_published_config,
+)
 from jaxtrain.interop.formats.rows import Kind, Shape
 
 # Name in the header -> dtype.
@@ -63,26 +69,25 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: The file is missing, cut off or damaged, or has a dtype that is not known.
     """
-    try:
+    with reading_published(file):
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             # A header of thousands of tensors is far below a megabyte.
             if length > min(size - 8, 100_000_000):
                 raise ValueError(f"its header claims {length} of {size} bytes")
-            header = json.loads(stream.read(length))
+            # Sizes and offsets are whole numbers, and 8.0 is refused.
+            header = json.loads(stream.read(length), parse_float=int)
         found, at = {}, 0
         entries = [(entry["data_offsets"], name, entry) for name, entry in header.items() if name != "__metadata__"]
         for (begin, end), name, entry in sorted(entries, key=lambda one: one[:2]):
             one = StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
-            if begin != at or end - begin != one.num_bytes:
+            if begin != at or end - begin != one.num_bytes or min(one.shape, default=0) < 0:
                 raise ValueError(f"{name} {one.dtype}{list(one.shape)} does not match bytes {begin} to {end}")
             found[name], at = one, end
         if at != size - 8 - length:
             raise ValueError(f"its tensors end at byte {at + 8 + length} of {size}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not a complete safetensors file ({error}); download it again") from None
-    return {name: found[name] for name in header if name in found}
+        return {name: found[name] for name in header if name in found}
 
 
 def map_tensor(tensor: StoredTensor) -> np.ndarray:
@@ -170,9 +175,10 @@ def open_folder(path: str | Path) -> FolderSource:
     """
     folder = Path(path)
     config = read_published_config(folder)
-    fetch_weights(folder)
-    if (folder / INDEX).is_file():
-        return FolderSource(folder, config, _sharded(folder))
+    with reading_published(folder / INDEX):
+        fetch_weights(folder)
+        if (folder / INDEX).is_file():
+            return FolderSource(folder, config, _sharded(folder))
     single = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if len(single) == 1:
         return FolderSource(folder, config, read_header(single[0]))
