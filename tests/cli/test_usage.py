@@ -54,7 +54,7 @@ USAGE = {
         r"gs://bucket/x would be shared by several",
     ),
     "planning nothing": ("plan --analytic", 2, r"CONFIG is missing; 'jaxtrain plan --list' lists the hardware"),
-    "unknown hardware": (f"{PLAN} h101x8", 2, r"no 'h101' in the catalogue: did you mean h100\?.*--hardware"),
+    "unknown hardware": (f"{PLAN} h101x8", 2, r"no 'h101x8' in the catalogue: did you mean h100 .*--hardware"),
     "classes beyond the model's": (
         "plan digits_resnet --analytic --on h100 model.num_classes=5",
         2,
