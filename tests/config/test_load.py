@@ -138,7 +138,12 @@ SETTINGS = {
     "key": ({"args": {"api_key": "abc"}}, {"args": {"api_key": REDACTED}}),
     "token": ({"token": "abc", "auth_token": "abc"}, {"token": REDACTED, "auth_token": REDACTED}),
     "address": ({"path": "s3://me:pw@host/a"}, {"path": f"s3://{REDACTED}@host/a"}),
-    "signed address": ({"url": "https://h/a?x=1&X-Amz-Signature=abc"}, {"url": f"https://h/a?x=1&X-Amz-Signature={REDACTED}"}),
+    "user of an address": ({"path": "https://abc@host/a@b"}, {"path": f"https://{REDACTED}@host/a@b"}),
+    "signed address": ({"url": "https://h/a?x=1&X-Amz-Signature=abc=="}, {"url": f"https://h/a?x={REDACTED}&X-Amz-Signature={REDACTED}"}),
+    "query of one value": ({"url": "https://h/a?abc"}, {"url": f"https://h/a?{REDACTED}"}),
+    "query without its host": ({"text": "url: /a?pwd=abc (404)"}, {"text": f"url: /a?pwd={REDACTED} (404)"}),
+    "patterns": ({"path": ["s3://b/a-?.csv", "a-?/b=c&d=e"]}, {"path": ["s3://b/a-?.csv", "a-?/b=c&d=e"]}),
+    "no address": ({"text": "a@b.c, R&D=5, why?"}, {"text": "a@b.c, R&D=5, why?"}),
     "token of a service": ({"names": [f"a {TOKEN}"]}, {"names": [f"a {REDACTED}"]}),
     "special tokens": ({"token": "<pad>", "mask_token": "[MASK]"}, {"token": "<pad>", "mask_token": "[MASK]"}),
     "group": ({"credentials": {"user": "u", "pass": "p"}}, {"credentials": {"user": REDACTED, "pass": REDACTED}}),
@@ -154,6 +159,11 @@ def test_command_line():
     words = ["jaxtrain", "train", "model.args.api_key=abc", "--token", "abc", "train.steps=5", "data.path=a://u:p@h/x"]
     kept = ["jaxtrain", "train", f"model.args.api_key={REDACTED}", "--token", REDACTED, "train.steps=5"]
     assert redacted_words(words) == [*kept, f"data.path=a://{REDACTED}@h/x"]
+    assert redacted_words(["config", "https://h/a?pwd=abc", "--to=a://b@h/x"]) == [
+        "config",
+        f"https://h/a?pwd={REDACTED}",
+        f"--to=a://{REDACTED}@h/x",
+    ]
     groups = ["data.args={path: x, 'api_key': \"a b\", token: <pad>, password: 5}", "a.credentials={pass: x}"]
     shown = [f"data.args={{path: x, 'api_key': {REDACTED}, token: <pad>, password: {REDACTED}}}"]
     assert redacted_words(groups) == [*shown, f"a.credentials={REDACTED}"]
