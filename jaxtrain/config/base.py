@@ -18,6 +18,8 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+# A literal 1 takes true too, which is equal to it.
+NotBool = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 SomeNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 

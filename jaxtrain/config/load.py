@@ -86,7 +86,7 @@ class _Tree:
         if len(path) == 1:
             if path[0] in CALLABLE_GROUPS and "call" in value and "kind" not in value:
                 value = {"kind": CALLED, **value}
-            if path == ("model",) and not self.weights and value.get("size") in ALL_SIZES:
+            if path == ("model",) and not self.weights and str(value.get("size")) in ALL_SIZES:
                 # It says the same as the published model, whose files a plan needs not.
                 value = {key: one for key, one in value.items() if key != "from"}
             self._yield_to(path[0], value, where)
@@ -157,7 +157,7 @@ class _Tree:
         where, order = self.where[path], list(self.where)
         later = {known[1] for known in order[order.index(path) :] if known[:1] == ("model",)}
         size, group = self.where.get(("model", "size"), ""), self._given("model")
-        if "size" in later and size.partition(":")[0] == where.partition(":")[0] and group["size"] in ALL_SIZES:
+        if "size" in later and size.partition(":")[0] == where.partition(":")[0] and str(group["size"]) in ALL_SIZES:
             del group["size"], self.where["model", "size"]  # it says the same as the published model
         kind = _kinds("model").get(str(group.get("kind")))
         # The config of a run holds every key, and the model may be gone. What computes attention is the machine's.
@@ -194,13 +194,16 @@ class _Tree:
     def take_adapter(self) -> None:
         """Set the keys of the adapters that an adapter's folder gives and nobody has set."""
         finetune, base = self._given("finetune"), self._given("model").get("from")
-        adapter, known = finetune.get("adapter"), {*(finetune.get("lora") or ())}
-        if not isinstance(adapter, str) or known >= {*LoraConfig.model_fields}:  # of a run, whose adapter may be gone
+        adapter = finetune.get("adapter")
+        lora = finetune.get("lora") or {}
+        if not isinstance(adapter, str) or not isinstance(lora, dict):
+            return
+        if lora.keys() >= LoraConfig.model_fields.keys():  # of a run, whose adapter may be gone
             return
         if not isinstance(base, str):
             raise ConfigError(f"finetune.adapter={adapter} needs its base; set model.from to it")
         for key, value in adapter_settings(adapter, base=base).items():
-            if key not in known:
+            if key not in lora:
                 self._leaf(("finetune", "lora", key), value, adapter)
 
 

@@ -13,6 +13,7 @@ from jaxtrain.config.base import (
     Group,
     Names,
     NonNegative,
+    NotBool,
     Positive,
     PositiveInt,
     Share,
@@ -62,7 +63,7 @@ class ParallelConfig(Group):
     """Shards of the sequence."""
     tensor: Degree = 1
     """Shards of the attention heads, the MLP width and the vocabulary."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Annotated[Literal[0, 1, 2, 3], NotBool] = 0
     """ZeRO over data: 1 shards optimizer state and stored parameters, 2 also gradients, 3 also compute copies."""
     sequence_parallel: bool = False
     """Shard the sequence over the tensor axis between blocks."""
