@@ -11,8 +11,8 @@ from jaxtrain.config.base import (
     Count,
     Fraction,
     Group,
+    LayerPattern,
     NonNegative,
-    NotBool,
     Positive,
     PositiveInt,
     Ratio,
@@ -258,9 +258,7 @@ class TransformerConfig(_Blocks):
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
     rotary_fraction: Ratio = 1.0
     """Fraction of a head's dimensions, from the first on, that are rotated (GPT-NeoX: 0.25)."""
-    rope_layers: Annotated[tuple[Annotated[Literal[0, 1], NotBool], ...], Field(strict=False, min_length=1)] | None = (
-        None
-    )
+    rope_layers: LayerPattern | None = None
     """Layers with rotary positions (1) and without positions (0), as a repeated pattern (SmolLM3); null: all 1."""
     rotary_interleaved: bool = False
     """Rotate neighbouring dims as pairs (GPT-J, Cohere), instead of first half with second half."""
