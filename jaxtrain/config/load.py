@@ -31,6 +31,8 @@ from jaxtrain.interop.formats.hub import config_origin, published_place, tokeniz
 
 # A key `call` in them says the kind as well.
 CALLABLE_GROUPS = tuple(name for name, field in Config.model_fields.items() if CALLED in members(field.annotation))
+# Of these keys of `train`, the later one counts the steps.
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}
 # These decide what becomes of the other keys of a group.
 _FIRST = ("kind", "from", "size", "call")
 
@@ -114,6 +116,11 @@ class _Tree:
                 del self.where[known]
         group[path[-1]] = value
         self.where[path] = where
+        if path[:1] == ("train",) and path[-1] in _INSTEAD and value is not None:
+            other = ("train", _INSTEAD[path[-1]])
+            # Both in one file, or both on the command line, are a mistake.
+            if other in self.where and self.where[other].partition(":")[0] != where:
+                self._drop("train", other[1:], f"{'.'.join(path)} ({where})")
 
     def _node(self, path: KeyPath) -> dict[str, Any]:
         node = self.values
@@ -227,7 +234,7 @@ def load_config(
     *,
     overrides: Iterable[str] = (),
     keywords: Mapping[str, Any] | None = None,
-    origin: str = "keyword",
+    origin: str = "config",
     weights: bool = True,
 ) -> Loaded:
     """Load a config: a shipped name, a path, a run or a mapping, then `key=value` strings, then keywords.

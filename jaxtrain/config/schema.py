@@ -144,7 +144,9 @@ class TrainConfig(Group):
     """The training run."""
 
     steps: PositiveInt = 1000
-    """Total number of optimizer steps."""
+    """Total number of optimizer steps; with epochs, their number follows from the data."""
+    epochs: Positive | None = None
+    """Passes over the training rows, in place of steps."""
     global_batch_size: PositiveInt = 32
     """Rows per step over all devices and microbatches."""
     accumulation_steps: PositiveInt = 1
@@ -155,6 +157,12 @@ class TrainConfig(Group):
     """Batches prepared ahead of the device; auto: up to 16 that take at most 64 MiB, but at least 2."""
     workers: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = "auto"
     """Threads that read images; auto: the cores of this process, up to 16."""
+
+    @model_validator(mode="after")
+    def _counts_once(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps and epochs are both set; leave one out")
+        return self
 
 
 _PLACES = "use a folder, gs://bucket/name or s3://bucket/name"

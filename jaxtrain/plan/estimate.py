@@ -99,7 +99,7 @@ def analyse(config: Config, target: Target, *, sizes: RowSizes | None = None) ->
     """
     if config.precision.policy == "fp8" and config.model.kind == "resnet":
         raise ConfigError("precision.policy=fp8 is for linear layers, and a resnet has none; use precision.policy=bf16")
-    if config.optimizer.learning_rate is not None:
+    if config.optimizer.learning_rate is not None and config.train.epochs is None:
         check_schedule(config.optimizer.schedule, config.train.steps)
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":

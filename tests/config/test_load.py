@@ -132,6 +132,24 @@ def test_wrong_override(override, message):
     assert "\n" not in str(caught.value)
 
 
+def test_the_later_of_steps_and_epochs_counts(written):
+    path = written("train: {steps: 50, global_batch_size: 8}\n")
+    loaded = load_config(path, overrides=["train.epochs=2"])
+    assert (loaded.config.train.epochs, loaded.config.train.steps) == (2, 1000)
+    assert loaded.notes == ("train.steps (mine.yaml:1) is replaced by train.epochs (command line)",)
+    again = load_config(path, overrides=["train.epochs=2"], keywords={"train.steps": 7}).config.train
+    assert (again.epochs, again.steps) == (None, 7)
+    assert load_config(path, overrides=["train.epochs=null"]).config.train.steps == 50
+    for both in (
+        dict(overrides=["train.steps=5", "train.epochs=2"]),
+        dict(keywords={"train": {"steps": 5, "epochs": 2}}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"^train \((command line|keyword)\): steps and epochs are both set; leave one"
+        ):
+            load_config(path, **both)
+
+
 TOKEN = "hf_" + "a1B2" * 8
 # id: (settings, what is written)
 SETTINGS = {
