@@ -84,8 +84,13 @@ def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Returns the value of `key=value`, read as YAML: a number, text, boolean, None, list or dict."""
+    """Returns the value of `key=value`, read as YAML without comments: a number, text, boolean, None, list or dict."""
+    is_plain = not text.startswith(("'", '"', "[", "{"))
+    if is_plain and re.search(r"(^|\s)#", text):
+        return text
     try:
+        if re.search(r"""["'\]}]\s+#[^"'\]}]*$""", text):
+            raise ValueError("YAML would drop what follows the value")
         return _construct(text, where)[0]
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"cannot read the value {text[:60]!r} ({where}); quote it, as in 'key=\"text\"'") from None

@@ -132,6 +132,30 @@ def test_wrong_override(override, message):
     assert "\n" not in str(caught.value)
 
 
+# What stands after the equals sign, and the prompt that it is; None: refused, since nothing says what is meant.
+PROMPTS = {
+    "Part #3: the end": "Part #3: the end",
+    "# a heading": "# a heading",
+    "12 #": "12 #",
+    "C# and a#b": "C# and a#b",
+    "'it is #1'": "it is #1",
+    '"a \\" #b"': 'a " #b',
+    "'a' #b": None,
+    "[a, b] # c": None,
+    "[a #b]": None,
+}
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_a_value_on_the_command_line_has_no_comment(text):
+    overrides = [f"evaluation.sample_prompt={text}"]
+    if PROMPTS[text] is None:
+        with pytest.raises(ConfigError, match="cannot read the value"):
+            load_config(overrides=overrides)
+    else:
+        assert load_config(overrides=overrides).config.evaluation.sample_prompt == PROMPTS[text]
+
+
 def test_the_later_of_steps_and_epochs_counts(written):
     path = written("train: {steps: 50, global_batch_size: 8}\n")
     loaded = load_config(path, overrides=["train.epochs=2"])
