@@ -195,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 config or usage, 3 data, 4 checkpoint, 5 diverged, 70 stood still or lost a process, 75
         stopped and saved, 130 Ctrl-C.
     """
+    if arguments is None:
+        host.open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and words[:1] in (["train"], ["bench"]):
         host.restart(accelerator=has_accelerator())
