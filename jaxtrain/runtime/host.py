@@ -46,7 +46,7 @@ def open_closed_streams() -> None:
             os.dup2(null, number)  # which children inherit
             if null != number:
                 os.close(null)
-            setattr(sys, name, open(number, mode, closefd=False))
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def restart(*, accelerator: bool) -> None:

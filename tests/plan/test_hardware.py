@@ -196,7 +196,7 @@ def test_kernels_go_with_the_vendor(tmp_path):
 
 
 # target: devices whose rent is paid, by the counts that the catalogue has.
-RENTED = {"b200x4": 8, "gb200x6": 8, "2xv5e-256": 512}
+RENTED = {"h100x3": 4, "b200x4": 8, "gb200x6": 8, "2xv5e-256": 512}
 
 
 @pytest.mark.parametrize("on", RENTED)
@@ -207,5 +207,7 @@ def test_rent_is_that_of_a_count_that_can_be_had(on):
     estimate = analyse(load_config("quickstart", overrides=overrides).config, target)
     hourly = estimate.cost.on_demand_usd / estimate.cost.hours
     assert hourly == pytest.approx(RENTED[on] * target.hardware.on_demand_usd_hour)
+    spot = target.hardware.spot_usd_hour
+    assert estimate.cost.spot_usd == (None if spot is None else pytest.approx(RENTED[on] * spot * estimate.cost.hours))
     is_said = any(f"the cost is for {RENTED[on]} devices" in note for note in estimate.notes)
     assert is_said == (RENTED[on] != target.num_devices)
