@@ -20,7 +20,7 @@ NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 # A literal 1 takes true too, which is equal to it.
 NotBool = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
-LayerPattern = Annotated[tuple[Annotated[Literal[0, 1], NotBool], ...], Field(strict=False, min_length=1)]
+Flags = Annotated[tuple[Annotated[Literal[0, 1], NotBool], ...], Field(strict=False, min_length=1)]
 SomeNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 

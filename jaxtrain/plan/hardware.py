@@ -206,7 +206,7 @@ def find(name: str, hardware: Mapping[str, Hardware]) -> Hardware | None:
         return hardware[name]
     words = _words(name)
     # A row of a user's file comes after those of the catalogue.
-    for entry in reversed(hardware.values()):
+    for entry in reversed(list(hardware.values())):
         names = [entry.name, *entry.aliases, *entry.device_kinds]
         entry_words = _words(" ".join([*names, entry.title]))
         if words <= entry_words | _MAKERS and any(_words(name) <= words for name in names):
