@@ -130,10 +130,7 @@ def fit(
         "checkpoint": checkpoint or {},
         "logging": logging or {},
     }
-    if steps is not None:
-        settings["train"]["steps"] = steps
-    if epochs is not None:
-        settings["train"]["epochs"] = epochs
+    settings["train"] |= {"epochs": epochs} if steps is None else {"steps": steps}
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.

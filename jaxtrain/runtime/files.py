@@ -29,7 +29,7 @@ def _write_atomic(path: Path, parts: Iterable[bytes]) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename:
             error.filename = str(path)  # the file that the user knows
         raise
 

@@ -89,3 +89,9 @@ def test_rates_are_of_the_window_and_counts_of_the_run():
     # A row starts a new window: the slow step is gone.
     meter.record(14, 0.25, 0.0)
     assert _row(meter, 14)["tokens_per_second"] == pytest.approx(400)
+
+
+def test_a_file_that_cannot_be_written_is_named_and_no_other(tmp_path):
+    with pytest.raises(OSError, match=r"report\.html") as caught:
+        write_json_atomic(tmp_path / "gone" / "report.html", {})
+    assert caught.value.filename == str(tmp_path / "gone" / "report.html")

@@ -195,6 +195,12 @@ def test_kernels_go_with_the_vendor(tmp_path):
     assert analyse(config, other).time.seconds > 1.2 * analyse(config, shipped).time.seconds
 
 
+def test_a_card_without_bf16_names_fp16():
+    (card,) = parse_targets("Tesla T4")
+    notes = analyse(load_config("llama2_13b_nf4", weights=False).config, card).notes
+    assert any(note.endswith("no time; set precision.policy=fp16") for note in notes)
+
+
 # target: devices whose rent is paid, by the counts that the catalogue has.
 RENTED = {"h100x3": 4, "b200x4": 8, "gb200x6": 8, "2xv5e-256": 512}
 
