@@ -173,6 +173,10 @@ def _explain(error: Exception) -> tuple[str, int]:
     if unmet or (isinstance(error, RuntimeError) and "Unable to initialize backend" in text):
         asked, reason = os.environ.get("JAX_PLATFORMS", ""), first or "none of them is on this machine"
         return f"jaxtrain: JAX_PLATFORMS={asked} (environment): {reason}; unset it, or see 'jaxtrain doctor'", 2
+    if isinstance(error, RecursionError):
+        return "jaxtrain: a config, a record of a run or a key is nested too deeply", ConfigError.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"jaxtrain: {str(error.filename)[:60]!r}... is too long for a path; shorten it", ConfigError.exit_code
     if isinstance(error, OSError) and error.errno in _UNUSABLE:
         where = error.filename or "a file"
         return f"jaxtrain: cannot use {where}: {error.strerror}; free space or use another folder", 1
@@ -191,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 config or usage, 3 data, 4 checkpoint, 5 diverged, 70 stood still or lost a process, 75
         stopped and saved, 130 Ctrl-C.
     """
+    if arguments is None:
+        host.open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and words[:1] in (["train"], ["bench"]):
         host.restart(accelerator=has_accelerator())

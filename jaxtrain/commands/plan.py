@@ -92,6 +92,8 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     }.items():
         if given:
             check_can_estimate(config, option)
+    if config.train.epochs is not None:
+        raise ConfigError("train.epochs needs the data, which a plan does not read; set train.steps instead")
     if arguments.largest_batch and arguments.analytic and own_functions(config):
         raise ConfigError(f"--largest-batch of {own_functions(config)} needs a compiler; leave --analytic out")
     if config.parallel.auto and not arguments.search:

@@ -169,3 +169,4 @@ def _write(text: str, path: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"-o {path}: {error.strerror}; name a file in a folder that exists") from None
+    print_remark(f"wrote {path}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.commands.shared import print_text
 from jaxtrain.config import load_config
+from jaxtrain.config.secrets import redacted_words
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
 from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
@@ -46,7 +47,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for place, settings in zip(folders, trials, strict=True):
-            _check_same(place, {"config": config, "settings": settings})
+            _check_same(place, {"config": config, "settings": redacted_words(settings)})
         codes = list(pool.map(lambda place, settings: _run(config, settings, place, signals), folders, trials))
     print_text(f"report: {write_comparison(folders, folder / 'report.html')}")
     return PreemptedError.exit_code if signals.asked.is_set() else 0 if 0 in codes else codes[-1]

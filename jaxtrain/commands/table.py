@@ -36,6 +36,11 @@ def step_number(text: str) -> int:
     return whole(text, 0, _MOST)
 
 
+def port_number(text: str) -> int:
+    """Read a port, 0 for a free one."""
+    return whole(text, 0, 65_535)
+
+
 def tokens(text: str) -> float:
     """Read a number of tokens: `15T`, `1.5B`, `300M`, `10e9`."""
     factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
@@ -191,7 +196,7 @@ def _use() -> None:
     add("path", metavar="RUN|FOLDER", help="run directory, published model folder, GGUF file or adapter folder")
     add_shared(parser, "overrides")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address; default: 127.0.0.1 (this machine only)")
-    add("--port", type=step_number, default=8000, metavar="N", help="port, 0 for a free one; default: 8000")
+    add("--port", type=port_number, default=8000, metavar="N", help="port, 0 for a free one; default: 8000")
     add("--api-key-file", metavar="FILE", help="file with the API key of clients; default: $JAXTRAIN_API_KEY")
     add("--name", metavar="NAME", help="model name that clients ask for; default: the folder's name")
     add("--slots", type=count, default=8, metavar="N", help="answers generated at a time; default: 8")

@@ -65,12 +65,14 @@ _INSTEAD = "use a local folder, or mount the store and give its folder"
 def local_path(
     path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError, instead: str = _INSTEAD
 ) -> Path:
-    """Returns the path on this machine that was given for `what`; raises where it is empty, or is an address."""
+    """Returns the path on this machine that was given for `what`; raises where it cannot be one."""
     text = os.fspath(path)
     if not text:
         raise error(f"{what} '' is empty; write a path, or leave it out")
     if found := _SCHEME.match(text):
         raise error(f"{what} {found[1]}://{text[found.end() :]} is not a path on this machine; {instead}")
+    if "\0" in text:
+        raise error(f"{what} {shown(text)} holds a NUL, which no path has; leave it out")
     return Path(path)
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,9 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+# A literal 1 takes true too, which is equal to it.
+NotBool = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
+Flags = Annotated[tuple[Annotated[Literal[0, 1], NotBool], ...], Field(strict=False, min_length=1)]
 SomeNames = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 

@@ -13,6 +13,8 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 
 RUN_FILE = "run.json"
+# Aliases may make a small file as large as one likes.
+_MAX_VALUES = 100_000
 # Settings of the group `optimizer` that hold beside an optimizer from Python.
 _BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
 
@@ -57,6 +59,18 @@ def _note_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, .
             _note_lines(value_node, key_path, lines, name)
 
 
+def _check_size(node: yaml.Node, name: str) -> None:
+    """Raises an error where a node holds too many values, each counted wherever an alias repeats it."""
+    nodes: list[Any] = [node]
+    for value in nodes:  # which grows meanwhile
+        if isinstance(value, yaml.CollectionNode):
+            nodes += value.value
+        elif isinstance(value, tuple):  # a key and its value
+            nodes += value
+        if len(nodes) > _MAX_VALUES:
+            raise ConfigError(f"{name}: holds more than {_MAX_VALUES:,} values, with aliases written out; write fewer")
+
+
 def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Returns the value of a YAML text, None for an empty one, and the line of each key path."""
     lines: dict[tuple[str, ...], int] = {}
@@ -64,15 +78,21 @@ def _construct(text: str, name: str) -> tuple[Any, dict[tuple[str, ...], int]]:
     node = loader.get_single_node()
     if node is None:
         return None, lines
+    _check_size(node, name)
     _note_lines(node, (), lines, name)
     return loader.construct_document(node), lines
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Returns the value of `key=value`, read as YAML: a number, text, boolean, None, list or dict."""
+    """Returns the value of `key=value`, read as YAML without comments: a number, text, boolean, None, list or dict."""
+    is_plain = not text.startswith(("'", '"', "[", "{"))
+    if is_plain and re.search(r"(^|\s)#", text):
+        return text
     try:
+        if re.search(r"""["'\]}]\s+#[^"'\]}]*$""", text):
+            raise ValueError("YAML would drop what follows the value")
         return _construct(text, where)[0]
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"cannot read the value {text[:60]!r} ({where}); quote it, as in 'key=\"text\"'") from None
 
 
@@ -82,7 +102,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         values, lines = _construct(path.read_text(encoding="utf-8"), path.name)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {reason}") from None
@@ -128,7 +148,7 @@ def read_run(run_dir: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a run: it has no run.json{hint}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path / RUN_FILE}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ConfigError(f"{path / RUN_FILE} holds no config; it was not written by jaxtrain, or is damaged")
 

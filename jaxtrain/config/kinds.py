@@ -178,7 +178,7 @@ def check_sizes(
     write = f"set model.vocab_size={vocab_size} or more, or leave it out"
     if (published := published_from(model)) is not None:
         write = f"set model.vocab_size={vocab_size} to add rows, or data.tokenizer.path to the tokenizer of {published}"
-    too_long = f"exceeds model.max_sequence_length={longest}; lower it"
+    too_long = f"exceeds model.max_sequence_length={longest}; lower it, or raise the model's"
     wrong = {
         f"model.vocab_size={vocabulary} is below the {vocab_size} token ids of the data; {write}": (vocab_size or 0)
         > vocabulary,

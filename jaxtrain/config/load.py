@@ -31,6 +31,8 @@ from jaxtrain.interop.formats.hub import config_origin, published_place, tokeniz
 
 # A key `call` in them says the kind as well.
 CALLABLE_GROUPS = tuple(name for name, field in Config.model_fields.items() if CALLED in members(field.annotation))
+# Of these keys of `train`, the later one counts the steps.
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}
 # These decide what becomes of the other keys of a group.
 _FIRST = ("kind", "from", "size", "call")
 
@@ -86,7 +88,7 @@ class _Tree:
         if len(path) == 1:
             if path[0] in CALLABLE_GROUPS and "call" in value and "kind" not in value:
                 value = {"kind": CALLED, **value}
-            if path == ("model",) and not self.weights and value.get("size") in ALL_SIZES:
+            if path == ("model",) and not self.weights and str(value.get("size")) in ALL_SIZES:
                 # It says the same as the published model, whose files a plan needs not.
                 value = {key: one for key, one in value.items() if key != "from"}
             self._yield_to(path[0], value, where)
@@ -114,6 +116,11 @@ class _Tree:
                 del self.where[known]
         group[path[-1]] = value
         self.where[path] = where
+        if path[:1] == ("train",) and path[-1] in _INSTEAD and value is not None:
+            other = ("train", _INSTEAD[path[-1]])
+            # Both in one file, or both on the command line, are a mistake.
+            if other in self.where and self.where[other].partition(":")[0] != where:
+                self._drop("train", other[1:], f"{'.'.join(path)} ({where})")
 
     def _node(self, path: KeyPath) -> dict[str, Any]:
         node = self.values
@@ -157,7 +164,7 @@ class _Tree:
         where, order = self.where[path], list(self.where)
         later = {known[1] for known in order[order.index(path) :] if known[:1] == ("model",)}
         size, group = self.where.get(("model", "size"), ""), self._given("model")
-        if "size" in later and size.partition(":")[0] == where.partition(":")[0] and group["size"] in ALL_SIZES:
+        if "size" in later and size.partition(":")[0] == where.partition(":")[0] and str(group["size"]) in ALL_SIZES:
             del group["size"], self.where["model", "size"]  # it says the same as the published model
         kind = _kinds("model").get(str(group.get("kind")))
         # The config of a run holds every key, and the model may be gone. What computes attention is the machine's.
@@ -197,14 +204,17 @@ class _Tree:
     def take_adapter(self) -> None:
         """Set the keys of the adapters that an adapter's folder gives and nobody has set."""
         finetune, base = self._given("finetune"), self._given("model").get("from")
-        adapter, known = finetune.get("adapter"), {*(finetune.get("lora") or ())}
-        if not isinstance(adapter, str) or known >= {*LoraConfig.model_fields}:  # of a run, whose adapter may be gone
+        adapter = finetune.get("adapter")
+        lora = finetune.get("lora") or {}
+        if not isinstance(adapter, str) or not isinstance(lora, dict):
+            return
+        if lora.keys() >= LoraConfig.model_fields.keys():  # of a run, whose adapter may be gone
             return
         if not isinstance(base, str):
             raise ConfigError(f"finetune.adapter={adapter} needs its base; set model.from to it")
         vocab_size = self._given("model").get("vocab_size")
         for key, value in adapter_settings(adapter, base=base, vocab_size=vocab_size).items():
-            if key not in known:
+            if key not in lora:
                 self._leaf(("finetune", "lora", key), value, adapter)
 
 
@@ -228,7 +238,7 @@ def load_config(
     *,
     overrides: Iterable[str] = (),
     keywords: Mapping[str, Any] | None = None,
-    origin: str = "keyword",
+    origin: str = "config",
     weights: bool = True,
 ) -> Loaded:
     """Load a config: a shipped name, a path, a run or a mapping, then `key=value` strings, then keywords.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from jaxtrain.config.base import Call, Count, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
+from jaxtrain.config.base import Call, Count, Flags, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.config.rope import AnyRope, AttentionTemperature, Factors, LatentConfig, LocalLayers, StateSpaceConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.families.table import sizes_of
@@ -247,7 +247,7 @@ class TransformerConfig(_Blocks):
     """Scaling of rotary frequencies for long contexts; null: no scaling."""
     rotary_fraction: Ratio = 1.0
     """Fraction of a head's dimensions, from the first on, that are rotated (GPT-NeoX: 0.25)."""
-    rope_layers: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)] | None = None
+    rope_layers: Flags | None = None
     """Layers with rotary positions (1) and without positions (0), as a repeated pattern (SmolLM3); null: all 1."""
     rotary_interleaved: bool = False
     """Rotate neighbouring dims as pairs (GPT-J, Cohere), instead of first half with second half."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import Group, Positive, PositiveInt, Ratio
+from jaxtrain.config.base import Flags, Group, Positive, PositiveInt, Ratio
 
 _Factor = Annotated[float, Field(ge=1, le=1e6)]
 Factors = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
@@ -80,7 +80,7 @@ class AttentionTemperature(Group):
 class LocalLayers(Group):
     """Layers with sliding-window attention between layers with full attention (Gemma 2 and 3)."""
 
-    pattern: Annotated[tuple[Literal[0, 1], ...], Field(strict=False, min_length=1)]
+    pattern: Flags
     """1 for a local layer, 0 for a global one; repeated from the first layer to the last."""
     window: PositiveInt
     """Positions that a local layer attends to, up to its own, and as many ahead if not causal."""

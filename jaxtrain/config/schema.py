@@ -13,6 +13,7 @@ from jaxtrain.config.base import (
     Group,
     Names,
     NonNegative,
+    NotBool,
     Positive,
     PositiveInt,
     Share,
@@ -64,7 +65,7 @@ class ParallelConfig(Group):
     """Shards of the sequence."""
     tensor: Degree = 1
     """Shards of the attention heads, the MLP width and the vocabulary."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Annotated[Literal[0, 1, 2, 3], NotBool] = 0
     """ZeRO over data: 1 shards optimizer state and stored parameters, 2 also gradients, 3 also compute copies."""
     sequence_parallel: bool = False
     """Shard the sequence over the tensor axis between blocks."""
@@ -145,7 +146,9 @@ class TrainConfig(Group):
     """The training run."""
 
     steps: PositiveInt = 1000
-    """Total number of optimizer steps."""
+    """Total number of optimizer steps; with epochs, their number follows from the data."""
+    epochs: Positive | None = None
+    """Passes over the training rows, in place of steps."""
     global_batch_size: PositiveInt = 32
     """Rows per step over all devices and microbatches."""
     accumulation_steps: PositiveInt = 1
@@ -156,6 +159,12 @@ class TrainConfig(Group):
     """Batches prepared ahead of the device; auto: up to 16 that take at most 64 MiB, but at least 2."""
     workers: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = "auto"
     """Threads that read images; auto: the cores of this process, up to 16."""
+
+    @model_validator(mode="after")
+    def _counts_once(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps and epochs are both set; leave one out")
+        return self
 
 
 _PLACES = "use a folder, gs://bucket/name or s3://bucket/name"

@@ -1,7 +1,7 @@
 """Secrets in settings and command lines, which a run must not write down. No jax here.
 
-They are found by the name of a key (`api_key`), by the form of an address (`https://user:password@host`), or by the
-beginning that tokens of well-known services have.
+They are found by the name of a key (`api_key`), by where they stand in an address (before the host, and in its query:
+`https://user:password@host/path?key=value`), or by the beginning that tokens of well-known services have.
 """
 
 import re
@@ -14,12 +14,13 @@ _NAMES = re.compile(
     r"(^|[_.-])(password|passwd|secret|credentials?|token|\w+[_-]?token|(api|access|secret)[_-]?key)$", re.I
 )
 _TEXTS = re.compile(
-    r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)"
-    r"|(?<=[?&])(?P<name>[\w-]*(?:token|secret|password|signature|api_?key|sig)=)[^&\s]+"
+    r"""(?<=://)[^\s"'<>/?#]+(?=@)"""
     r"|\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)",
     re.IGNORECASE,
 )
+# Only http has a query without values: elsewhere a question mark is a pattern of file names.
+_WITH_QUERY = re.compile(r"""https?://[^\s"'<>]+|\?[\w.%-]+=[^\s"'<>]*""", re.IGNORECASE)
 # A key and its value inside of `data.args={api_key: abc}`.
 _PAIR = re.compile(r"""([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|[^\s,{}\[\]]+)""")
 
@@ -30,8 +31,16 @@ def names_secret(key: str) -> bool:
 
 
 def redacted_text(text: str) -> str:
-    """Returns a text with the passwords of addresses and the tokens of well-known services replaced."""
-    return _TEXTS.sub(lambda found: f"{found['name'] or ''}{REDACTED}", text)
+    """Returns a text with what may be a secret replaced.
+
+    These are the user and password of an address, every value of its query, and the tokens of well-known services.
+    """
+    return _TEXTS.sub(REDACTED, _WITH_QUERY.sub(_without_values, text))
+
+
+def _without_values(address: re.Match[str]) -> str:
+    path, mark, query = address[0].partition("?")
+    return path + mark + re.sub(r"((?:^|&)(?:[^&=]*=)?)[^&]+", rf"\1{REDACTED}", query)
 
 
 def redacted(value: Any, key: str = "") -> Any:
@@ -55,8 +64,12 @@ def redacted_words(words: list[str]) -> list[str]:
         key, equals, value = word.partition("=")
         if equals and "{" in value:  # data.args={api_key: abc}
             value = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
-        said = redacted(value if equals else word, key if equals else before if "--" in before else "")
-        shown.append(f"{key}={said}" if equals else said)
+        if equals:
+            text = f"{key}={redacted(value, key)}"
+        else:
+            text = redacted(word, before if "--" in before else "")
+        # The word itself may be an address with a query.
+        shown.append(redacted_text(text))
     return shown
 
 

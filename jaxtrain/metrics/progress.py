@@ -134,7 +134,7 @@ class Progress:
         """Print the answer of the command to standard output."""
         if not self.silent:
             self.close()
-            _write(self._output, printable(text))
+            _write(self._output, redacted_text(printable(text)))
 
     def close(self) -> None:
         """Remove the live display from the terminal; a second call does nothing."""

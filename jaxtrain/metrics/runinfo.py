@@ -119,6 +119,6 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
     """Read the run.json of a run; empty where it is missing or damaged: what a resume needs is in the checkpoint."""
     try:
         found = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -140,13 +140,18 @@ def check_rows(
 
     `microbatches`: their number, by the name of the setting that gives it; `axes`: those that shard the batch.
     """
-    multiple = batch_shards(degrees, axes) * math.prod(microbatches.values())
+    shards = batch_shards(degrees, axes)
+    multiple = shards * math.prod(microbatches.values())
     if not rows or rows % multiple:
         shown = {axis: degrees[axis] for axis in axes if axis in ("data", "fsdp") or degrees[axis] > 1}
         shown = {**shown, **microbatches}
+        write = f"use {nearest_multiples(rows, multiple)}"
+        if rows and rows % shards == 0:
+            name, count = next(iter(microbatches.items()))
+            write = f"use {name}={math.gcd(rows // shards, count)}, or a batch of {nearest_multiples(rows, multiple)}"
         raise ConfigError(
             f"train.global_batch_size={rows} does not divide by {' x '.join(shown)} = "
-            f"{' x '.join(map(str, shown.values()))}; use {nearest_multiples(rows, multiple)}"
+            f"{' x '.join(map(str, shown.values()))}; {write}"
         )
 
 

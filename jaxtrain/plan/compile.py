@@ -71,7 +71,9 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     on_host = step.state_on_host
     host_bytes = sharded_bytes(jax.tree.map(lambda leaf, host: leaf if host else None, step.abstract_state, on_host))
     state_bytes = sharded_bytes(step.abstract_state) - host_bytes
-    lowered = step.lower(batch)
+    # Kernels ask for which GPU they are lowered, and this machine may have none.
+    with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
+        lowered = step.lower(batch)
     began = time.monotonic()
     try:
         compiled = compile_for(devices[0], lowered)

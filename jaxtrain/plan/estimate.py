@@ -99,7 +99,7 @@ def analyse(config: Config, target: Target, *, sizes: RowSizes | None = None) ->
     """
     if config.precision.policy == "fp8" and config.model.kind == "resnet":
         raise ConfigError("precision.policy=fp8 is for linear layers, and a resnet has none; use precision.policy=bf16")
-    if config.optimizer.learning_rate is not None:
+    if config.optimizer.learning_rate is not None and config.train.epochs is None:
         check_schedule(config.optimizer.schedule, config.train.steps)
     config = with_degrees(config, target.num_devices)
     if target.hardware.kind == "cpu":
@@ -131,7 +131,8 @@ def _on_one_memory(config: Config) -> Config:
 def _notes(config: Config, target: Target, *, has_time: bool) -> list[str]:
     hardware, rented, notes = target.hardware, rented_devices(target), []
     if not has_time:
-        notes.append(f"{hardware.title} has no published rate for precision.policy={config.precision.policy}: no time")
+        lacks = f"{hardware.title} has no published rate for precision.policy={config.precision.policy}: no time"
+        notes.append(f"{lacks}; set precision.policy=fp16" if "fp16" in hardware.peak_flops else lacks)
     elif rented != target.num_devices and (hardware.on_demand_usd_hour or hardware.spot_usd_hour):
         notes.append(
             f"{hardware.name} is rented in units of {', '.join(map(str, hardware.shapes))}: the cost is for "

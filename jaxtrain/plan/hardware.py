@@ -7,6 +7,8 @@ and a wrong name are answered at once.
 import dataclasses
 import difflib
 import functools
+import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -20,17 +22,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.devices import device_peaks
 
 _FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
-_ALIASES = {
-    "a100": "a100-80",
-    "ironwood": "v7x",
-    "tpu7x": "v7x",
-    "trillium": "v6e",
-    "v100": "v100-16",
-    "3090": "rtx3090",
-    "4070ti": "rtx4070ti",
-    "4090": "rtx4090",
-    "v5litepod": "v5e",
-}
+# Makers, families and kinds, which tell no two devices of the catalogue apart.
+_MAKERS = frozenset(("nvidia", "tesla", "geforce", "amd", "instinct", "google", "cloud", "gpu", "tpu"))
 # What a figure of the catalogue's `cpu` is before it is measured.
 _UNKNOWN = WrapValidator(lambda value, read: None if value is None else read(value))
 _Count = Annotated[int, Field(gt=0), _UNKNOWN]
@@ -63,6 +56,7 @@ class Hardware:
         shapes: device counts that it is rented in, the smallest first.
         compiler: the type that `plan.topology` compiles for, if it does.
         device_kinds: `device.device_kind` in jax.
+        aliases: other names that people write.
         sources: figure -> where it is from and when, of every figure that is not None.
     """
 
@@ -84,11 +78,12 @@ class Hardware:
     shapes: tuple[_Count, ...]
     compiler: str | None
     device_kinds: tuple[str, ...]
+    aliases: tuple[str, ...]
     sources: dict[str, str]
 
 
 _KEYS = tuple(field.name for field in dataclasses.fields(Hardware))
-FIGURES = tuple(key for key in _KEYS[4:] if key not in ("compiler", "device_kinds", "sources"))
+FIGURES = tuple(key for key in _KEYS[4:] if key not in ("compiler", "device_kinds", "aliases", "sources"))
 """Fields of `Hardware` that need a source."""
 # What an entry of one's own must say, and what stands for the rest: a device alone in its machine, which nobody rents.
 _NEEDED = ("title", "kind", "memory_bytes", "memory_bandwidth", "peak_flops")
@@ -186,29 +181,48 @@ def _assumed(row: Mapping[str, Any]) -> dict[str, Any]:
         **figures,
         "vendor": _VENDORS_BY_TITLE.get(str(row.get("title")).partition(" ")[0]),
         "device_kinds": (),
+        "aliases": (),
         "sources": dict.fromkeys(figures, "assumed"),
     }
 
 
-def find(name: str, hardware: Mapping[str, Hardware] | None = None) -> Hardware:
-    """The entry of a name or an alias (`a100`, `trillium`).
+def _words(name: str) -> frozenset[str]:
+    """Return the words of a name: `A100-SXM4-40GB` has a100, sxm4 and 40gb."""
+    name = re.sub(r"(?<=\d)\s+gb\b", "gb", name.lower()).replace("rtx", "rtx ")
+    return frozenset(re.findall(r"[^\W_]+", name))
 
-    Raises:
-        ConfigError: an unknown name; says the nearest ones, and how one is added.
+
+def find(name: str, hardware: Mapping[str, Hardware]) -> Hardware | None:
+    """Return the entry that a name means, or None.
+
+    A name means an entry if it has every word of one of the entry's names, and no word that is not in its names or its
+    title. `H100 96GB`, `H100 NVL` and `A100 PCIe` are other cards than those of the catalogue.
+
+    Args:
+        name: as people write it (`A100 40GB`), as nvidia-smi or as jax prints it.
+        hardware: the catalogue.
     """
-    known = catalogue() if hardware is None else hardware
-    asked = name.strip().lower()
-    asked = asked if asked in known else _ALIASES.get(asked, asked)
-    if asked in known:
-        return known[asked]
-    close = difflib.get_close_matches(asked, names(known), 3, 0.6)
-    nearest = f"did you mean {' or '.join(close)}? Else" if close else "it has no Macs and no laptop GPUs;"
-    raise ConfigError(f"no {name!r} in the catalogue: {nearest} add a row with --hardware FILE (docs/planner.md)")
+    if name in hardware:
+        return hardware[name]
+    words = _words(name)
+    # A row of a user's file comes after those of the catalogue.
+    for entry in reversed(list(hardware.values())):
+        names = [entry.name, *entry.aliases, *entry.device_kinds]
+        entry_words = _words(" ".join([*names, entry.title]))
+        if words <= entry_words | _MAKERS and any(_words(name) <= words for name in names):
+            return entry
+    return None
 
 
-def names(known: Mapping[str, Hardware]) -> list[str]:
-    """The names and aliases that `find` takes, the longest first: `a100-40` is a card, and not forty of them."""
-    return sorted([*known, *(alias for alias in _ALIASES if _ALIASES[alias] in known)], key=len, reverse=True)
+def nearest(name: str, hardware: Iterable[str]) -> list[str]:
+    """Return the at most three names of some hardware that have a word which is most like a word of a name."""
+    words = _words(name) - _MAKERS
+    scores: dict[str, float] = {}
+    for entry in hardware:
+        pairs = itertools.product(words, _words(entry))
+        scores[entry] = max((difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs), default=0.0)
+    near = [entry for entry in scores if scores[entry] > 0.6]
+    return sorted(near, key=scores.__getitem__, reverse=True)[:3]
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

@@ -1,5 +1,6 @@
 """Some devices of one kind of hardware: what `--on h100x8,v5e-16` asks for, and this machine."""
 
+import itertools
 import math
 import os
 import re
@@ -7,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.plan.hardware import Hardware, catalogue, find, hardware_of, measured_cpu, names
+from jaxtrain.plan.hardware import Hardware, catalogue, find, hardware_of, measured_cpu, nearest
 from jaxtrain.plan.topology import GPU_TYPES, CompilerMissingError, check_installed
 
 # Chips of a slice: its shape in the names that libtpu takes. Those with a 3D torus have no shape of one chip.
@@ -19,7 +20,11 @@ _SLICES_3D = {
 _SLICES = {"v5e": _SLICES_2D, "v6e": _SLICES_2D, "v5p": _SLICES_3D, "tpu7x": _SLICES_3D}
 _DEVICES_PER_CHIP = {"tpu7x": 2}
 
-_WRITE = "write NAME, NAMExN or NAME-N, as in h100x8,v5e-16,rtx4090"
+# What may stand before and after a name. `mi300x8` are eight of what ends in an x itself.
+_TIMES = ("()", r"(\d{1,99})\s*x\s*")
+_COUNTS = ("()", r"\s*[x:-]\s*(\d{1,99})", r"(?<=x)(\d{1,99})")
+_MAX_DEVICES = 999_999
+_WRITE = f"write NAME, NAMExN or NAME-N (N at most {_MAX_DEVICES}), as in h100x8,v5e-16,rtx4090"
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ def parse_targets(
 
     Args:
         text: separated by commas: `NAME` (one device), `NAMExN`, `NAME-N` or `NAME:N` (N devices), `MxNAME` and
-            `MxNAMExN` (M times as many). A name may have its maker and its memory too: `NVIDIA-H100-80GB`.
+            `MxNAMExN` (M times as many). A name is what `find` reads: `h100`, `NVIDIA H100 80GB HBM3`, `A100 40GB`.
         hardware: the catalogue; default: the shipped one.
         told: receives a line where there is no such count, and the next larger one is taken.
 
@@ -107,26 +112,29 @@ def parse_targets(
         ConfigError: an unknown name, or a count that cannot be had.
     """
     known = catalogue() if hardware is None else hardware
-    some = "|".join(map(re.escape, names(known)))
-    # `mi300x8` are eight of what ends in an x itself.
-    form = re.compile(rf"(?:(\d+)x)??({some})(?:-?sxm\d?)?(?:-?\d*gb)?(?:(?:[x:-]|(?<=x))(\d+))?")
     targets = []
-    for item in "".join(text.lower().split()).split(","):
-        bare = re.sub(r"^(nvidia|geforce|tesla|amd|google|tpu)-?", "", item)
-        read = form.fullmatch(bare)
-        if read is None and bare:
-            find(re.sub(r"(?<!rt)([x:-]\d+)+$", "", bare), known)
-        entry, times, count = (
-            (None, 0, 0) if read is None else (find(read[2], known), int(read[1] or 1), int(read[3] or 1))
-        )
+    for item in text.split(","):
+        entry, times, count = _read_item(item.strip().lower(), known)
         # Several slices of a TPU are each the largest there is.
-        is_cut = entry is not None and entry.kind == "tpu" and times > 1 and count > 1 and count % entry.island
-        if entry is None or not times * count or is_cut:
+        is_cut = entry.kind == "tpu" and times > 1 and count > 1 and count % entry.island
+        if not 0 < times * count <= _MAX_DEVICES or is_cut:
             raise ConfigError(f"cannot read the hardware {item!r}; {_WRITE}")
         targets.append(target_of(entry, times * count))
         if targets[-1].num_devices != times * count:
             told(f"there is no {_name(entry, times * count)}; the next larger is {targets[-1].name}")
     return targets
+
+
+def _read_item(item: str, hardware: Mapping[str, Hardware]) -> tuple[Hardware, int, int]:
+    """Return the entry of one item of `--on`, and the numbers before and after its name (1 where there is none)."""
+    for times, count in itertools.product(_TIMES, _COUNTS):
+        match = re.fullmatch(f"{times}(.+?){count}", item)
+        entry = None if match is None else find(match[2], hardware)
+        if match is not None and entry is not None:
+            return entry, int(match[1] or 1), int(match[3] or 1)
+    close = " or ".join(nearest(re.sub(r"(?<=\d)x\d+$", "", item), hardware))
+    meant = f"did you mean {close}? Else" if close else f"{_WRITE}, or"
+    raise ConfigError(f"no {item!r} in the catalogue: {meant} add a row with --hardware FILE (docs/planner.md)")
 
 
 def measure_cpu(num_devices: int) -> Hardware:

@@ -1,7 +1,6 @@
 """A whole run of parts from Python: `fit` writes the config that says the same, and trains as `run_config` does."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,7 @@ def fit(
         "checkpoint": checkpoint or {},
         "logging": logging or {},
     }
-    if steps is not None:
-        settings["train"]["steps"] = steps
+    settings["train"] |= {"epochs": epochs} if steps is None else {"steps": steps}
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
@@ -146,7 +144,7 @@ def fit(
     counts_tokens = task.name in ("language_modeling", *PREFERENCES)
     opened = data_of(data, validation=validation, seed=config.seed, counts_tokens=counts_tokens)
     has_batch_size = batch_size is not None or "train.global_batch_size" in (overrides or {})
-    settings["train"] |= _sizes(opened, config.train.global_batch_size, epochs=epochs, has_batch_size=has_batch_size)
+    settings["train"] |= _sizes(opened, config.train.global_batch_size, has_batch_size=has_batch_size)
     shipped = "regression" if task.name in ERRORS else task.name
     settings["task"] = shipped if shipped in TASKS else Config().task
     if mesh is not None:
@@ -173,22 +171,11 @@ def fit(
     return train_loaded(loaded, folder, Given(own_step, resume, model, own_task, opened, callbacks, progress))
 
 
-def _sizes(data: Data, batch_size: int, *, epochs: float | None, has_batch_size: bool) -> dict[str, int]:
-    """Keys of the group `train` that only the data can say."""
+def _sizes(data: Data, batch_size: int, *, has_batch_size: bool) -> dict[str, int]:
+    """Return keys of the group `train` that only an iterable of batches can say."""
     if not isinstance(data.train, BatchStream):
-        return {} if epochs is None else {"steps": _num_steps(epochs, len(data.train), batch_size)}
+        return {}
     found = data.train.batch_size
     if has_batch_size and batch_size != found:
         raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {found} rows; leave it out")
-    if epochs is not None:
-        raise ConfigError(f"epochs={epochs}, but an iterable of batches has no known length; give steps=")
     return {"global_batch_size": found}
-
-
-def _num_steps(epochs: float, num_rows: int, size: int) -> int:
-    """The steps that so many passes take; the last batch may go beyond them.
-
-    A product of floats may lie a hair above the whole number that is meant: 1.1 * 100 is 110.00000000000001.
-    """
-    steps = epochs * num_rows / size
-    return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-12) else math.ceil(steps)

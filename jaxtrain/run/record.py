@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import Loaded
+from jaxtrain.config.secrets import redacted
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
 from jaxtrain.metrics.flops import model_flops_per_row
@@ -150,7 +151,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
         mesh_shape=dict(step.mesh.shape),
         model={"name": step.model.name, "num_parameters": run.num_parameters, "num_outputs": num_outputs},
         data={
-            "description": list(data.description),
+            "description": redacted(data.description),
             "fingerprint": data.fingerprint,
             "num_validation_rows": None if data.validation is None else len(data.validation),
             "reading": data.reading,

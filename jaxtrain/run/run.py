@@ -345,10 +345,17 @@ def prepare_session(
 
 
 def _published_notes(run: Run, own_step: OwnStep) -> list[str]:
-    check_fits(run.config.model)
+    model = run.config.model
+    # A function of the user may bring weights along.
+    if run.config.finetune.lora is not None and published_from(model) is None and model.kind != "called":
+        raise ConfigError(
+            "finetune.lora trains adapters beside weights that are there already, and this model starts from random "
+            "ones; set model.from to a published model, or leave the group finetune out to train all weights"
+        )
+    check_fits(model)
     if own_step.params is None and not own_step.skip:
         check_class_order(run.config, (run.data.reading or {}).get("classes"))
-    return fresh_notes(run.config.model)
+    return fresh_notes(model)
 
 
 def _assembled(loaded: Loaded, given: Given, progress: Progress) -> Run:

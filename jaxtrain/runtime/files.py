@@ -27,8 +27,10 @@ def _write_atomic(path: Path, parts: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename:
+            error.filename = str(path)  # the file that the user knows
         raise
 
 

@@ -35,6 +35,20 @@ _is_paused = False
 _dropped: list[Callable[[], object]] = []
 
 
+def open_closed_streams() -> None:
+    """Give standard streams that whoever started this process has closed (`2>&-`) a place where nothing is kept.
+
+    The files of the process would get their numbers otherwise, and what is printed would be written into them.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)  # which children inherit
+            if null != number:
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 def restart(*, accelerator: bool) -> None:
     """Start this command again with `SETTINGS`, in this process, unless steps run on an accelerator or they are set."""
     own = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)

@@ -1,6 +1,7 @@
 """From a config to the objects of a run: data, model, task, mesh and step. Nothing is allocated on a device."""
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtrain.config.base import Call
 from jaxtrain.config.kinds import check_freeze, check_kinds, check_sizes
 from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
-from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig
+from jaxtrain.config.schema import Config, FinetuneConfig, RematConfig, TrainConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.settings import fresh_parts
 from jaxtrain.layout.mesh import make_mesh
@@ -109,6 +110,22 @@ def training_batches(config: Config, data: "Data") -> "Batches | BatchStream":
         return data.train
     size = config.train.global_batch_size
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
+
+
+def _with_steps(config: Config, data: "Data") -> Config:
+    """Return a config whose `train.epochs` are steps; the last batch may go beyond the last pass."""
+    from jaxtrain.data.stream import BatchStream
+
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    if isinstance(data.train, BatchStream):
+        raise ConfigError(f"epochs={epochs:g}, but an iterable of batches has no known length; give steps=")
+    steps = epochs * len(data.train) / config.train.global_batch_size
+    # A product of floats may lie a hair above the whole number that is meant: 1.1 * 100 is 110.00000000000001.
+    is_close = math.isclose(steps, round(steps), rel_tol=1e-12)
+    settings = vars(config.train) | {"epochs": None, "steps": round(steps) if is_close else math.ceil(steps)}
+    return config.model_copy(update={"train": TrainConfig(**settings)})
 
 
 def check_fit(config: Config, data: "Data", targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
@@ -261,6 +278,7 @@ def assemble(
     own: OwnStep | None = None,
 ) -> Run:
     """Build model, optimizer, mesh and step from a config; see `build_step` and `OwnStep`."""
+    config = _with_steps(config, data)
     batches = training_batches(config, data)
     spec = batches.spec()
     if model is None:

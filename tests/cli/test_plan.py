@@ -184,3 +184,9 @@ def test_a_layout_that_the_devices_cannot_take_is_fitted_and_said(cli, words, ta
     fits, _, _, _, _, fitted, *_ = answer.out.splitlines()
     assert " fits: " in fits
     assert re.match(f"layout: planned for h100.* with .*{taken}", fitted)
+
+
+def test_passes_are_counted_by_runs_alone(cli):
+    answer = cli("plan", "quickstart", "--analytic", "--on", "h100", "train.epochs=2")
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1].startswith("jaxtrain: train.epochs needs the data, which a plan does not read")

@@ -54,7 +54,8 @@ USAGE = {
         r"gs://bucket/x would be shared by several",
     ),
     "planning nothing": ("plan --analytic", 2, r"CONFIG is missing; 'jaxtrain plan --list' lists the hardware"),
-    "unknown hardware": (f"{PLAN} h101x8", 2, r"no 'h101' in the catalogue: did you mean h100\?.*--hardware"),
+    "port that there is not": ("serve runs/none --port 65536", 2, r"'65536' is not a whole number from 0 to 65535"),
+    "unknown hardware": (f"{PLAN} h101x8", 2, r"no 'h101x8' in the catalogue: did you mean h100 .*--hardware"),
     "classes beyond the model's": (
         "plan digits_resnet --analytic --on h100 model.num_classes=5",
         2,

@@ -132,13 +132,60 @@ def test_wrong_override(override, message):
     assert "\n" not in str(caught.value)
 
 
+# What stands after the equals sign, and the prompt that it is; None: refused, since nothing says what is meant.
+PROMPTS = {
+    "Part #3: the end": "Part #3: the end",
+    "# a heading": "# a heading",
+    "12 #": "12 #",
+    "C# and a#b": "C# and a#b",
+    "'it is #1'": "it is #1",
+    '"a \\" #b"': 'a " #b',
+    "'a' #b": None,
+    "[a, b] # c": None,
+    "[a #b]": None,
+}
+
+
+@pytest.mark.parametrize("text", PROMPTS)
+def test_a_value_on_the_command_line_has_no_comment(text):
+    overrides = [f"evaluation.sample_prompt={text}"]
+    if PROMPTS[text] is None:
+        with pytest.raises(ConfigError, match="cannot read the value"):
+            load_config(overrides=overrides)
+    else:
+        assert load_config(overrides=overrides).config.evaluation.sample_prompt == PROMPTS[text]
+
+
+def test_the_later_of_steps_and_epochs_counts(written):
+    path = written("train: {steps: 50, global_batch_size: 8}\n")
+    loaded = load_config(path, overrides=["train.epochs=2"])
+    assert (loaded.config.train.epochs, loaded.config.train.steps) == (2, 1000)
+    assert loaded.notes == ("train.steps (mine.yaml:1) is replaced by train.epochs (command line)",)
+    again = load_config(path, overrides=["train.epochs=2"], keywords={"train.steps": 7}).config.train
+    assert (again.epochs, again.steps) == (None, 7)
+    assert load_config(path, overrides=["train.epochs=null"]).config.train.steps == 50
+    for both in (
+        dict(overrides=["train.steps=5", "train.epochs=2"]),
+        dict(keywords={"train": {"steps": 5, "epochs": 2}}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"^train \((command line|keyword)\): steps and epochs are both set; leave one"
+        ):
+            load_config(path, **both)
+
+
 TOKEN = "hf_" + "a1B2" * 8
 # id: (settings, what is written)
 SETTINGS = {
     "key": ({"args": {"api_key": "abc"}}, {"args": {"api_key": REDACTED}}),
     "token": ({"token": "abc", "auth_token": "abc"}, {"token": REDACTED, "auth_token": REDACTED}),
     "address": ({"path": "s3://me:pw@host/a"}, {"path": f"s3://{REDACTED}@host/a"}),
-    "signed address": ({"url": "https://h/a?x=1&X-Amz-Signature=abc"}, {"url": f"https://h/a?x=1&X-Amz-Signature={REDACTED}"}),
+    "user of an address": ({"path": "https://abc@host/a@b"}, {"path": f"https://{REDACTED}@host/a@b"}),
+    "signed address": ({"url": "https://h/a?x=1&X-Amz-Signature=abc=="}, {"url": f"https://h/a?x={REDACTED}&X-Amz-Signature={REDACTED}"}),
+    "query of one value": ({"url": "https://h/a?abc"}, {"url": f"https://h/a?{REDACTED}"}),
+    "query without its host": ({"text": "url: /a?pwd=abc (404)"}, {"text": f"url: /a?pwd={REDACTED} (404)"}),
+    "patterns": ({"path": ["s3://b/a-?.csv", "a-?/b=c&d=e"]}, {"path": ["s3://b/a-?.csv", "a-?/b=c&d=e"]}),
+    "no address": ({"text": "a@b.c, R&D=5, why?"}, {"text": "a@b.c, R&D=5, why?"}),
     "token of a service": ({"names": [f"a {TOKEN}"]}, {"names": [f"a {REDACTED}"]}),
     "special tokens": ({"token": "<pad>", "mask_token": "[MASK]"}, {"token": "<pad>", "mask_token": "[MASK]"}),
     "group": ({"credentials": {"user": "u", "pass": "p"}}, {"credentials": {"user": REDACTED, "pass": REDACTED}}),
@@ -154,6 +201,11 @@ def test_command_line():
     words = ["jaxtrain", "train", "model.args.api_key=abc", "--token", "abc", "train.steps=5", "data.path=a://u:p@h/x"]
     kept = ["jaxtrain", "train", f"model.args.api_key={REDACTED}", "--token", REDACTED, "train.steps=5"]
     assert redacted_words(words) == [*kept, f"data.path=a://{REDACTED}@h/x"]
+    assert redacted_words(["config", "https://h/a?pwd=abc", "--to=a://b@h/x"]) == [
+        "config",
+        f"https://h/a?pwd={REDACTED}",
+        f"--to=a://{REDACTED}@h/x",
+    ]
     groups = ["data.args={path: x, 'api_key': \"a b\", token: <pad>, password: 5}", "a.credentials={pass: x}"]
     shown = [f"data.args={{path: x, 'api_key': {REDACTED}, token: <pad>, password: {REDACTED}}}"]
     assert redacted_words(groups) == [*shown, f"a.credentials={REDACTED}"]

@@ -138,6 +138,15 @@ def check_stream(command: str, streams: str, code: int, line: str = "") -> None:
     assert line in text
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_works_with_closed_streams(closed, tmp_path):
+    train = f"train digits_mlp train.steps=1 logging.report=false logging.tensorboard=false --run-dir {tmp_path}/run"
+    check_stream(train, closed, 0)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["step"] == 1
+    check_stream("config nonsense", closed, 2)
+
+
 @pytest.mark.long
 def test_a_reader_that_leaves_is_no_error(tmp_path):
     check_stream("config quickstart --yaml", "| true", 0)

@@ -121,6 +121,13 @@ def test_a_base_that_is_gone_is_one_line(published: tuple[Path, jt.Result], fold
         aside.rename(folder)
 
 
+@pytest.mark.parametrize("group", [CONFIG["model"], {"from": None, "size": "smollm2_135m"}], ids=["own size", "size"])
+def test_adapters_beside_random_weights_are_one_line(group: dict[str, Any], tmp_path: Path) -> None:
+    small = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 64}
+    with pytest.raises(ConfigError, match=r"^finetune\.lora trains .* random ones; set model\.from .* leave"):
+        train(tmp_path, CONFIG | {"model": group | small})
+
+
 def model() -> jt.Model:
     return jt.build_model({"kind": "transformer", **MODEL}, input_shape=(32,))
 

@@ -101,3 +101,9 @@ def test_a_row_has_the_means_of_the_finite_values_of_its_window():
     row = _row(meter, 5)
     assert row["loss"] == 0.1 + 0.2, "a row of one step has its digits"
     assert math.isnan(row["share"])
+
+
+def test_a_file_that_cannot_be_written_is_named_and_no_other(tmp_path):
+    with pytest.raises(OSError, match=r"report\.html") as caught:
+        write_json_atomic(tmp_path / "gone" / "report.html", {})
+    assert caught.value.filename == str(tmp_path / "gone" / "report.html")

@@ -52,7 +52,13 @@ ROWS = {
     "heads": (lm(num_heads=4, num_kv_heads=4), dict(tensor=8), {}, 1, "heads .* is 4, .* by tensor=8; make it 8"),
     "layers": (lm(num_layers=6), dict(pipe=4, data=2), {}, 1, "pipe=4; use 4 or 8 layers, or parallel.pipe=2 or 3"),
     "interleaved": (lm(), dict(pipe=4, data=2), CHUNKED, 6, "^train.accumulation_steps=6 .*; use .*_steps=4 or 8, or "),
-    "batch": (lm(batch=24), dict(pipe=2, data=4), dict(microbatches=4), 1, "global_batch_size=24 .* use 16 or 32"),
+    "batch": (
+        lm(batch=24),
+        dict(pipe=2, data=4),
+        dict(microbatches=4),
+        1,
+        "global_batch_size=24 .* use microbatches=2, or a batch of 16 or 32",
+    ),
     "sequence": (lm(length=30), dict(context=4, data=2), {}, 1, "sequence_length=30 .*context=4; use 28 or 32"),
     "experts": (
         lm(experts=SIX),

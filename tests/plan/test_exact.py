@@ -1,6 +1,7 @@
 """The compiler in a plan: beside the analytic figure where it is installed, its lack told in one line where not."""
 
 import importlib.util
+import math
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtrain.plan.estimate import Estimate, analyse
 from jaxtrain.plan.plans import analytic_plan, with_compiler
 from jaxtrain.plan.targets import parse_targets
 from jaxtrain.plan.workload import describe_workload
+from jaxtrain.train.step import TrainStep
 
 has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install '.[aot-tpu]'")
 LLAMA = ["data.sequence_length=4096", "train.global_batch_size=8", "train.accumulation_steps=1"]
@@ -89,6 +91,21 @@ def test_a_program_without_room_says_what_it_takes(monkeypatch: pytest.MonkeyPat
     assert (found.peak_bytes, found.capacity_bytes) == (round(50.24 * 2**30), round(15.75 * 2**30))
 
 
+def test_kernels_are_lowered_where_they_can_ask_for_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts need it on jax 0.11 and later, with the CUDA plugin; here a step says which mesh it was lowered in."""
+    meshes: list[Any] = []
+    lower = TrainStep.lower
+
+    def noting_the_mesh(step: TrainStep, batch: Any) -> Any:
+        meshes.append(jax.sharding.get_abstract_mesh().axis_sizes)
+        return lower(step, batch)
+
+    monkeypatch.setattr(TrainStep, "lower", noting_the_mesh)
+    config = load_config("digits_mlp").config
+    exact_memory(config, describe_workload(config), jax.devices())
+    assert [math.prod(sizes) for sizes in meshes] == [len(jax.devices())]
+
+
 # What takes a compiler a minute or more, with the part by which the planner's peak may differ.
 SHARED = ["train.accumulation_steps=1", "precision.policy=bf16", "remat.policy=full", "parallel.data=1"]
 EIGHT = [*SHARED, "train.global_batch_size=64", "parallel.fsdp=8"]
@@ -105,6 +122,7 @@ SAVERS = [*SHARED, "train.global_batch_size=8", *(f"model.{size}" for size in SI
 OFFLOADED = ["optimizer.offload=true", "remat.offload=[block_input]"]
 STEPS = {
     "encoder-decoder": ("v5e-8", [*EIGHT, *ENCODER_DECODER], 0.25),
+    "experts": ("h100x8", [*EIGHT, "model.num_layers=2", "model.experts.num_experts=8"], 0.25),
     "vision transformer": ("h100x8", [*EIGHT, *VISION], 0.25),
     "offloaded state": ("v5e-1", [*SAVERS, *OFFLOADED], 0.27),
 }

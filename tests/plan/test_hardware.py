@@ -69,6 +69,9 @@ FORMS = {
     "A100-40GB": [("a100-40", 1, 1, None)],
     "tpu-v5e-16": [("v5e-16", 16, 1, "v5e:4x4")],
     "mi300x8": [("mi300xx8", 8, 1, None)],
+    "8 x A100 40 GB": [("a100-40x8", 8, 1, None)],
+    "RTX 4070 Ti": [("rtx4070ti", 1, 1, None)],
+    "v100-32gb": [("v100-32", 1, 1, None)],
     # Counts that cannot be had become the next larger ones.
     "h100x12": [("h100x16", 16, 2, "h100:2x8")],
     "v5p": [("v5p-4", 4, 1, "v5p:2x2x1")],
@@ -84,11 +87,37 @@ def test_forms(text):
     assert len(told) == (text in ("h100x12", "v5p"))
 
 
+def test_names_that_drivers_print_are_read():
+    for entry in CATALOGUE.values():
+        for kind in entry.device_kinds:
+            assert parse_targets(kind)[0].hardware is entry, kind
+            assert parse_targets(f"{kind} x 256")[0].hardware is entry, kind
+
+
+# Other cards than those of the catalogue: memory, form or variant that it does not have.
+OTHER_CARDS = {
+    **dict.fromkeys(("NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "A100X", "A800-SXM4-80GB"), "a100-40"),
+    **dict.fromkeys(("H100 NVL", "NVIDIA H100 64GB HBM2", "8xH100-96GB", "H800", "H100 80GB MIG 1g.10gb"), "h100"),
+    **dict.fromkeys(("Tesla V100-PCIE-16GB", "V100-SXM3-32GB"), "v100-16"),
+    **dict.fromkeys(("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "4090D"), "rtx4090"),
+    **{"L40": "l4", "B300": "b200", "GH200 480GB": "h200", "NVIDIA H20": "h200", "MI300A": "mi300x", "T4G": "t4"},
+    **{"RTX 4070 Ti SUPER": "rtx4070ti", "TPU v4 lite": "v4", "TPU v5x": "v5p", "NVIDIA A10": "a10g"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CARDS)
+def test_another_card_is_refused_with_near_ones(name):
+    with pytest.raises(ConfigError, match=rf"no '{re.escape(name.lower())}' in .* mean .*\b{OTHER_CARDS[name]}\b"):
+        parse_targets(name)
+
+
 BAD = {
     "h10x8": "did you mean h100",
     "gaudi": "add a row with --hardware FILE",
     ",": "write NAME",
-    "h100x8x2": "cannot read the hardware 'h100x8x2'",
+    "h100x8x2": "no 'h100x8x2' in the catalogue: did you mean h100",
+    f"h100x{10**20}": "N at most 999999",
+    "4000xh100x4000": "N at most 999999",
     "h100x0": "cannot read the hardware 'h100x0'",
     "2xv5e-16": "cannot read the hardware '2xv5e-16'",  # several slices are each the largest there is
 }
@@ -166,8 +195,14 @@ def test_kernels_go_with_the_vendor(tmp_path):
     assert analyse(config, other).time.seconds > 1.2 * analyse(config, shipped).time.seconds
 
 
+def test_a_card_without_bf16_names_fp16():
+    (card,) = parse_targets("Tesla T4")
+    notes = analyse(load_config("llama2_13b_nf4", weights=False).config, card).notes
+    assert any(note.endswith("no time; set precision.policy=fp16") for note in notes)
+
+
 # target: devices whose rent is paid, by the counts that the catalogue has.
-RENTED = {"b200x4": 8, "gb200x6": 8, "2xv5e-256": 512}
+RENTED = {"h100x3": 4, "b200x4": 8, "gb200x6": 8, "2xv5e-256": 512}
 
 
 @pytest.mark.parametrize("on", RENTED)
@@ -178,5 +213,7 @@ def test_rent_is_that_of_a_count_that_can_be_had(on):
     estimate = analyse(load_config("quickstart", overrides=overrides).config, target)
     hourly = estimate.cost.on_demand_usd / estimate.cost.hours
     assert hourly == pytest.approx(RENTED[on] * target.hardware.on_demand_usd_hour)
+    spot = target.hardware.spot_usd_hour
+    assert estimate.cost.spot_usd == (None if spot is None else pytest.approx(RENTED[on] * spot * estimate.cost.hours))
     is_said = any(f"the cost is for {RENTED[on]} devices" in note for note in estimate.notes)
     assert is_said == (RENTED[on] != target.num_devices)

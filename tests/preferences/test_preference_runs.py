@@ -138,7 +138,6 @@ def test_a_loss_of_ones_own_may_ask_for_a_reference(tmp_path):
 CONFIG = {
     "task": "dpo",
     "model": {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "max_sequence_length": 40},
-    "finetune": {"lora": {"rank": 2}},
     "data": {
         "kind": "chat",
         "path": "pairs.jsonl",

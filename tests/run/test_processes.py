@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from training_runs import command, environment, losses, saved_arrays, write_config
+from training_runs import TINY, command, environment, losses, saved_arrays, write_config
 
 import jaxtrain as jt
 from jaxtrain.run.directory import RunLock
@@ -71,6 +72,10 @@ def test_one_process_then_two(tmp_path: Path, changes: dict[str, Any]) -> None:
     """A run of one process with eight devices goes on in two processes with four each."""
     sample = dict(max_batches=2, sample_prompt="The", sample_tokens=5)
     layout = dict(data=4, fsdp=2)
+    if changes:
+        group = TINY["model"] | {"vocab_size": 256}
+        params, _ = jax.jit(jt.build_model(group, input_shape=(32,)).init)(jax.random.key(7))
+        changes = changes | {"model": {"from": str(jt.save_pretrained(tmp_path / "base", params, model=group))}}
     config = write_config(tmp_path, train__steps=8, evaluation=sample, parallel=layout, **changes)
     jt.run_config(str(config), run_dir=tmp_path / "moved", overrides={"train.steps": 4})
     results = finish(start_two(config, tmp_path / "moved"))

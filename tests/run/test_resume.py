@@ -1,5 +1,6 @@
 """Resume: 100 = 50 + restart + 50, bit for bit; on another mesh, within rounding; refused where it would be wrong."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -13,8 +14,10 @@ from training_runs import TINY, environment, losses, rows, run_process, saved_ar
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config import load_config
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.resume import check_stream
+from jaxtrain.train.assemble import open_run_data
 
 
 def train(
@@ -125,6 +128,12 @@ def test_python_refuses_another_configuration_in_the_same_directory(
         train(trained, resume=None, **{"train__steps": 3, **override})
     assert "\n" not in str(caught.value)
     assert list(losses(trained)) == [1, 2, 3]
+
+
+def test_passes_over_the_rows_are_the_same_run_as_their_steps(trained: Path) -> None:
+    num_rows = len(open_run_data(load_config(TINY).config).train)
+    assert train(trained, resume=None, train__epochs=2.5 * 8 / num_rows).step == 3
+    assert json.loads((trained / "run.json").read_text())["config"]["train"]["epochs"] is None
 
 
 @pytest.mark.long

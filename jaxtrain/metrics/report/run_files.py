@@ -127,5 +127,5 @@ def read_json(path: Path) -> Mapping[str, Any]:
     """Read a JSON object; empty where the file is missing or damaged: a page shows the rest all the same."""
     try:
         return mapping(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
