@@ -119,7 +119,7 @@ class _Tree:
         if path[:1] == ("train",) and path[-1] in _INSTEAD and value is not None:
             other = ("train", _INSTEAD[path[-1]])
             # Both in one file, or both on the command line, are a mistake.
-            if other in self.where and self.where[other].partition(":")[0] != where:
+            if group.get(other[1]) is not None and self.where[other].partition(":")[0] != where:
                 self._drop("train", other[1:], f"{'.'.join(path)} ({where})")
 
     def _node(self, path: KeyPath) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_run_gives_kubectl_what_is_printed(cli, submit, kubectl, tmp_path):
     kubectl(f"assert sys.argv[1:] == ['apply', '-f', '-']; open({str(given)!r}, 'w').write(sys.stdin.read())")
     out = tmp_path / "run.yaml"
     answer = cli("submit", "job", "quickstart", *COMMON, "--hosts", "2", "-o", str(out), "--run")
-    assert (answer.code, answer.out, answer.err) == (0, "", "")
+    assert (answer.code, answer.out, answer.err) == (0, "", f"wrote {out}\n")
     assert given.read_text() == out.read_text()
     assert {one["kind"]: one for one in yaml.safe_load_all(given.read_text())} == printed
 

@@ -8,12 +8,12 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.cost import run_cost, unplanned_downtime, with_steps, with_tokens
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.hardware import find
+from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.targets import target_of
 from jaxtrain.plan.workload import describe_workload
 
 # A job of 100 hours on two nodes of eight devices.
-H100 = dataclasses.replace(find("h100"), on_demand_usd_hour=3.0, spot_usd_hour=1.0)
+H100 = dataclasses.replace(catalogue()["h100"], on_demand_usd_hour=3.0, spot_usd_hour=1.0)
 
 
 def cost_of(**prices):
@@ -37,7 +37,7 @@ def test_hours_and_rent():
 @pytest.mark.parametrize(("name", "tokens", "steps"), [("quickstart", 1025, 2), ("smollm2_dpo", 2 * 4 * 128 * 50, 50)])
 def test_steps_of_a_plan_are_those_of_its_batch(name, tokens, steps):
     config = load_config(name, weights=False).config
-    estimate = analyse(with_tokens(config, describe_workload(config), tokens), target_of(find("h100"), 1))
+    estimate = analyse(with_tokens(config, describe_workload(config), tokens), target_of(catalogue()["h100"], 1))
     assert estimate.cost.steps == estimate.config.train.steps == steps
 
 

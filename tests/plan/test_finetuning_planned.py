@@ -12,7 +12,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.plan.compile import sharded_bytes
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.hardware import find
+from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.state import finetuned
 from jaxtrain.plan.step import with_degrees
 from jaxtrain.plan.targets import target_of
@@ -65,7 +65,7 @@ def test_state_is_that_of_the_step(name: str, overrides: list[str], num_devices:
     params = jax.tree_util.tree_leaves_with_path(step.abstract_state.params)
     assert stored.tensors.params == {path_name(path): leaf.shape for path, leaf in params}
     assert stored.frozen == {path_name(path) for path, _ in params if not step.model.adapted.trains(path_name(path))}
-    memory = analyse(config, target_of(find("h100"), num_devices)).memory
+    memory = analyse(config, target_of(catalogue()["h100"], num_devices)).memory
     # What the analytic model leaves out are counters of a few bytes.
     assert memory.state_bytes == pytest.approx(sharded_bytes(step.abstract_state), rel=0.005)
 
@@ -83,7 +83,7 @@ FROZEN = {
 def test_what_is_frozen_takes_the_bytes_of_the_step(overrides: list[str]) -> None:
     config = load_config("quickstart", overrides=overrides).config
     state = step_of(config, 1).abstract_state
-    parts = analyse(config, target_of(find("h100"), 1)).memory.parts
+    parts = analyse(config, target_of(catalogue()["h100"], 1)).memory.parts
     assert parts["parameters"] == sharded_bytes(state.params)
 
 
@@ -123,7 +123,8 @@ SAME = {
 def test_a_plan_refuses_in_the_words_of_the_step(name: str, overrides: list[str], num_devices: int, line: str) -> None:
     config = load_config(name, overrides=overrides, weights=False).config
     refused = []
-    for check in (lambda: analyse(config, target_of(find("h100"), num_devices)), lambda: step_of(config, num_devices)):
+    target = target_of(catalogue()["h100"], num_devices)
+    for check in (lambda: analyse(config, target), lambda: step_of(config, num_devices)):
         with pytest.raises(ConfigError) as caught:
             check()
         refused.append(str(caught.value))

@@ -11,7 +11,7 @@ from jaxtrain.config import load_config
 from jaxtrain.layout.rules import AXES
 from jaxtrain.models.shipped.shapes import Tensors
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.hardware import find
+from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.state import finetuned, shard_parameters, state_bytes
 from jaxtrain.plan.step import device_step, with_degrees
 from jaxtrain.plan.targets import target_of
@@ -42,11 +42,11 @@ def state_of(config, tensors=None, **degrees):
 def blocks_of(config):
     """The blocks of a step on one H100."""
     config = with_degrees(config, 1)
-    return step_blocks(device_step(config, target_of(find("h100"), 1), describe_workload(config)))
+    return step_blocks(device_step(config, target_of(catalogue()["h100"], 1), describe_workload(config)))
 
 
 def on(name, num_devices, *overrides, config=None):
-    return analyse(config_of(*overrides, name=config), target_of(find(name), num_devices))
+    return analyse(config_of(*overrides, name=config), target_of(catalogue()[name], num_devices))
 
 
 # id: (overrides, GB of parameters, GB of optimizer state)
@@ -75,7 +75,7 @@ def layers(count, remat, *overrides):
 
 def kept(count, remat):
     """Bytes from the forward pass for the backward pass, and what one block needs besides in its backward pass."""
-    parts = analyse(layers(count, remat), target_of(find("h100"), 1)).memory.parts
+    parts = analyse(layers(count, remat), target_of(catalogue()["h100"], 1)).memory.parts
     return parts["activations"], parts.get("block being computed", 0)
 
 

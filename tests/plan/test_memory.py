@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.config import load_config
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.hardware import find
+from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.plans import analytic_plan
 from jaxtrain.plan.targets import parse_targets, target_of
 
@@ -40,7 +40,7 @@ def test_no_row_is_both_fitted_and_held_out() -> None:
 def test_memory_is_the_compiler_s(row: dict) -> None:
     name, count = row["target"].split(" x ")
     config, *overrides = row["config"].split()
-    target = target_of(find(name), int(count))
+    target = target_of(catalogue()[name], int(count))
     loaded = load_config(config, overrides=overrides, weights=False)
     estimate = analyse(loaded.config, target)
     # The figures of the file are rounded to a thousandth of a GiB.

@@ -12,7 +12,7 @@ from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.compile import sharded_bytes
 from jaxtrain.plan.estimate import analyse
-from jaxtrain.plan.hardware import catalogue, find
+from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.plans import advise, fitted_plan
 from jaxtrain.plan.search import VARIED, chosen, describe_layout, largest_batch, layouts, search, why_not
 from jaxtrain.plan.show import answer_lines
@@ -21,7 +21,7 @@ from jaxtrain.plan.targets import nominal_cpu, parse_targets, target_of
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.train.assemble import build_step
 
-H100X8 = target_of(find("h100"), 8)
+H100X8 = target_of(catalogue()["h100"], 8)
 SMALL = (
     *("data.tokenizer.kind=byte", "train.global_batch_size=32"),
     *("model.num_layers=4", "model.embed_dim=32", "model.num_heads=4", "model.mlp_dim=64"),
@@ -64,7 +64,7 @@ def test_a_layout_is_refused_by_the_planner_where_the_trainer_refuses_it():
     kinds = {"taken": 0, "refused": 0}
     for candidate in layouts(config, 4, ("mesh", "schedule")):
         try:
-            predicted = analyse(candidate, target_of(find("h100"), 4)).memory.state_bytes
+            predicted = analyse(candidate, target_of(catalogue()["h100"], 4)).memory.state_bytes
         except ConfigError:
             predicted = None
         workload = describe_workload(candidate)

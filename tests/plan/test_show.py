@@ -12,7 +12,7 @@ from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
 from jaxtrain.plan.compile import ExactMemory
 from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.estimate import Estimate
-from jaxtrain.plan.hardware import find
+from jaxtrain.plan.hardware import catalogue
 from jaxtrain.plan.memory import Memory
 from jaxtrain.plan.plans import analytic_plan
 from jaxtrain.plan.show import answer_lines, as_json, labels, table
@@ -55,7 +55,7 @@ def estimate_on(name="h100", num_devices=8, **changes) -> Estimate:
         config=Config(
             parallel=ParallelConfig(data=1, fsdp=num_devices, zero=0), train=TrainConfig(global_batch_size=64)
         ),
-        target=target_of(find(name), num_devices),
+        target=target_of(catalogue()[name], num_devices),
         degrees={"pipe": 1, "data": 1, "fsdp": num_devices, "expert": 1, "context": 1, "tensor": 1},
         workload=Workload("tokens", (4096,), 256, None, 64, 1e9, ("256 ids, as bytes have",)),
         num_parameters=8_030_261_248,
@@ -156,7 +156,7 @@ def test_the_answer_comes_first(estimate, first, others):
 
 
 def test_several_plans_stand_side_by_side_in_even_tables():
-    plans = [estimate_on(), estimate_on("a100", 16), estimate_on("v5e", 16)]
+    plans = [estimate_on(), estimate_on("a100-80", 16), estimate_on("v5e", 16)]
     text = table(plans)
     assert text.splitlines()[0].split() == labels(plans) == ["h100x8", "a100-80x16", "v5e-16"]
     assert row(text, "devices") == "8 on 1 host 16 on 2 hosts 16 on 1 slice"
