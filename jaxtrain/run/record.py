@@ -175,10 +175,13 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
 class StepLog:
     """Measures every step and logs some of them, with the means of the loss and the metrics since the row before."""
 
-    def __init__(self, run: Run, *, meter: Meter, record: RunRecord, progress: Progress, start: int) -> None:
-        self._meter, self._record, self._progress = meter, record, progress
+    def __init__(self, run: Run, *, meter: Meter, record: RunRecord, progress: Progress) -> None:
+        self._meter = meter
+        self._record = record
+        self._progress = progress
         self._every = run.config.logging.every
-        self._always = (start + 1, run.config.train.steps)
+        # A resumed run logs the rows of one that was never stopped.
+        self._always = (1, run.config.train.steps)
         self._unlogged: tuple[int, Mapping[str, jax.Array]] | None = None
         self.row: Scalars = {}
 

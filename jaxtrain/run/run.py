@@ -331,7 +331,7 @@ def prepare_session(
             checkpointer=checkpointer,
             saves=RunSaves(checkpointer, run.config.checkpoint, run_dir, report=progress.message, owner=owner),
             record=record,
-            steps=StepLog(run, meter=meter, record=record, progress=progress, start=start),
+            steps=StepLog(run, meter=meter, record=record, progress=progress),
             evaluator=Evaluator(run.step),
             watch=watch,
             progress=progress,
