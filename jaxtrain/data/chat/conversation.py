@@ -149,14 +149,15 @@ class RowReader:
         messages = self._prompt(where, row, *_LISTS)
         if messages:
             return self._build(where, row, messages, 0)
+        questions = _QUESTIONS
+        completions = _COMPLETIONS
         # Data sets keep the columns of which they made prompt and completion.
         if "prompt" in row and "completion" in row:
-            completion = self._first(row, "completion")
-            prompt = self._prompt(where, row, "prompt")
-        else:
-            completion = self._first(row, *_COMPLETIONS)
-            prompt = self._prompt(where, row, *_QUESTIONS)
-        if prompt and completion is not None:
+            questions = ("prompt",)
+            completions = ("completion",)
+        completion = self._first(row, *completions)
+        prompt = () if completion is None else self._prompt(where, row, *questions)
+        if prompt:
             answer = self._messages(where, completion, ANSWERS)
             return self._build(where, row, (*prompt, *answer), len(prompt))
         remedy = (
