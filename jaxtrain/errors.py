@@ -106,7 +106,7 @@ class StorageError(UserError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, of 300 characters at most, or the name of its class if it has none."""
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
 
 

@@ -178,8 +178,8 @@ class RowReader:
             prompt = self._prompt(where, row, "prompt", *_LISTS, *_QUESTIONS)
             chosen = (*prompt, *chosen)
             rejected = (*prompt, *rejected)
-        pairs = zip(chosen, rejected, strict=False)
-        first = next((i for i, (message, other) in enumerate(pairs) if message != other), 0)
+        turns = enumerate(zip(chosen, rejected, strict=False))
+        first = next((i for i, (message, other) in turns if message != other), 0)
         if first == 0:
             raise DataError(
                 f"{where} has answers that are equal, or no common prompt; write prompt, chosen and rejected"

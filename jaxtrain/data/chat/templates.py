@@ -35,7 +35,7 @@ from jaxtrain.data.tokenizer import (
     json_beside,
     special_names,
 )
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError, DataError, first_line
 from jaxtrain.interop.formats.chat_template import read_template, with_tool_use
 
 # Templates that need no file: each message between two tokens, or the texts one after another.
@@ -217,7 +217,7 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; fix it, or "
+            f"the chat template {format.label} has an error in line {error.lineno}: {first_line(error)}; fix it, or "
             "set data.template to another"
         ) from None
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
@@ -240,7 +240,7 @@ def render(template: Template, conversation: Conversation, *, prompt: bool) -> R
         )
     except Exception as error:  # a template is somebody's code, and may fail in any way
         label = f"{conversation.where}: the chat template {template.format.label}"
-        remedy = f"{_reason(error)}; fix it, or data.template"
+        remedy = f"{first_line(error)}; fix it, or data.template"
         if isinstance(error, _RefusedError):
             raise DataError(f"{label} refuses the conversation: {remedy}") from None
         raise ConfigError(f"{label} fails: {type(error).__name__}: {remedy}") from None
@@ -254,10 +254,6 @@ def render(template: Template, conversation: Conversation, *, prompt: bool) -> R
 
 def _refuse(message: str) -> str:
     raise _RefusedError(message)
-
-
-def _reason(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "it gives no reason")[:300]
 
 
 @dataclass(frozen=True)
