@@ -26,7 +26,7 @@ _KEPT_FILES = ("metrics.jsonl", "reference.npz")
 
 
 def is_due(number: int, every: int | None) -> bool:
-    """Return whether a step is a multiple of an interval, which no step is of None."""
+    """Return whether a step is a multiple of an interval; with None, no step is."""
     return every is not None and number % every == 0
 
 

@@ -322,13 +322,13 @@ def _number_classes(values: np.ndarray, label: str, *, known: Sequence[str] | No
         return classes.astype(np.int32), names
     numbers = {name: number for number, name in enumerate(known)}
     # A code that is written differently (01) is the class of the same number.
-    known_numbers = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
-    if None in known_numbers:
+    class_numbers = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
+    if None in class_numbers:
         raise DataError(
-            f"{label} has class '{names[known_numbers.index(None)]}', which the run was not trained on (its classes: "
+            f"{label} has class '{names[class_numbers.index(None)]}', which the run was not trained on (its classes: "
             f"{few(known)}); remove these rows or rename the class"
         )
-    return np.array(known_numbers, np.int32)[classes], list(known)
+    return np.array(class_numbers, np.int32)[classes], list(known)
 
 
 def _read_builtin(name: str) -> _Table:
