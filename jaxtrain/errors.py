@@ -104,6 +104,12 @@ class StorageError(UserError):
     exit_code = 1
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, of 300 characters at most, or the name of its class if it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]
+
+
 # What code raises that meets a text, a list or a zero in the place of an object or a size.
 _WRONG_KINDS = (
     OSError,

@@ -2,7 +2,7 @@
 
 A step is a directory (not a link) whose name is its number and which holds our item `jaxtrain`; everything else is
 ignored. Orbax writes into a directory with another name and renames it at the end, so a directory with the name of a
-step is complete. In an object store it writes a marker at the end; `places` has what differs there.
+step is complete. In an object store it writes a marker at the end instead; see `places`.
 """
 
 import contextlib
@@ -21,8 +21,16 @@ from jaxtrain.errors import CheckpointError
 
 FORMAT_VERSION = 1
 _TEMPORARY = ".orbax-checkpoint-tmp"
-# Errors of opening a file which say that it is not there, or not a file.
-_IS_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# What reading a damaged record raises: the file is missing, is not a file, or does not hold a record.
+_DAMAGE = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RecursionError,
+)
 
 
 class DamagedError(CheckpointError):
@@ -30,7 +38,7 @@ class DamagedError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """A step could not be saved, because of the disk or of what is in its place; the steps before it are kept."""
+    """A step could not be saved, because of the disk or of what is at its path; the steps before it are kept."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class CheckpointInfo:
         digests: path -> digest of each stored array.
         key_implementations: path -> generator of each random key.
         eval_loss: evaluation loss of the step; None: not evaluated.
-        score: what `keep_best` compares in place of it, lower being better; None: the loss.
+        score: what `keep_best` compares instead of the loss, lower being better; None: the loss.
         versions: package -> version that saved the step.
         saved_at: time of the save, ISO 8601.
     """
@@ -69,17 +77,19 @@ class CheckpointInfo:
     def bytes_of(self, name: str) -> int:
         """The bytes of one array in memory."""
         shape, dtype = self.leaves[name]
-        bits = re.search(r"\d+", dtype)
-        # Keys of threefry have 8 bytes; numbers narrower than a byte take one each outside an accelerator.
-        size = 8 if dtype.startswith("key<") else max(1, int(bits.group()) // 8) if bits else 1
+        size = 1  # of bool, and of numbers narrower than a byte, which take one each outside an accelerator
+        if dtype.startswith("key<"):
+            size = 8  # of a key of threefry
+        elif bits := re.search(r"\d+", dtype):
+            size = max(1, int(bits.group()) // 8)
         return math.prod(shape) * size
 
 
 def list_steps(directory: Place) -> list[int]:
     """Return the numbers of the saved steps in ascending order; a directory that does not exist has none."""
     with failing(f"cannot read {directory}"):
-        names = [name for name in places.names(directory) if name.isdecimal()]
-        steps = sorted(int(name) for name in names if name == str(int(name)))
+        names = places.names(directory)
+        steps = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
         return [step for step in steps if places.is_complete(directory / str(step))]
 
 
@@ -103,22 +113,26 @@ def _checksum(content: Any) -> str:
 
 
 def read_info(directory: Place, step: int) -> CheckpointInfo:
-    """Read the record of a step; a DamagedError where it is missing or altered, another where it may be whole."""
+    """Read the record of a step.
+
+    Raises:
+        DamagedError: it is missing, or is not what was saved.
+        CheckpointError: it cannot be opened (no permission, a stale handle, too many open files), but may be intact.
+    """
     path = directory / str(step)
-    content: Any = None
-    try:
-        # What could not be opened for another reason (no permission, a stale handle, too many open files) may be whole.
-        with failing(f"cannot read checkpoint {path}"), contextlib.suppress(*_IS_DAMAGE):
+    damaged = DamagedError(f"checkpoint {path} is damaged: its record cannot be read")
+    with failing(f"cannot read checkpoint {path}"):
+        try:
             sealed = json.loads((path / RECORD_ITEM / "metadata").read_bytes())
-            content = sealed["content"] if sealed["sha256"] == _checksum(sealed["content"]) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    if content is None:
-        raise DamagedError(f"checkpoint {path} is damaged: its record cannot be read")
-    known = {item.name: content[item.name] for item in fields(CheckpointInfo) if item.name not in ("step", "path")}
-    known["leaves"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()}
-    known["digests"] = {name: (first, second) for name, (first, second) in content["digests"].items()}
-    return CheckpointInfo(step=step, path=path, **known)
+            content = sealed["content"]
+            if sealed["sha256"] != _checksum(content):
+                raise damaged
+        except _DAMAGE:
+            raise damaged from None
+    record = {item.name: content[item.name] for item in fields(CheckpointInfo) if item.name not in ("step", "path")}
+    record["leaves"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["leaves"].items()}
+    record["digests"] = {name: tuple(digest) for name, digest in content["digests"].items()}
+    return CheckpointInfo(step=step, path=path, **record)
 
 
 def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float | None) -> None:
@@ -130,7 +144,7 @@ def write_eval_loss(directory: Place, step: int, eval_loss: float, score: float 
 
 
 def clear_leftovers(directory: Place) -> None:
-    """Delete what an interrupted save or removal left behind, and finish what is half moved."""
+    """Delete what an interrupted save or removal left behind, and finish interrupted moves."""
     places.finish_moves(directory)
     for name in places.names(directory):
         number, dot, suffix = name.partition(".")

@@ -1,12 +1,12 @@
-"""Where the checkpoints of a run are, and whose: asked with nothing but a path. No jax here.
+"""Where the checkpoints of a run are, and which run owns them, found out from a path alone. No jax here.
 
-A run whose checkpoints are elsewhere (`checkpoint.directory`) has a note in its directory: the config says it too, but
+A run whose checkpoints are elsewhere (`checkpoint.directory`) has a note in its directory. The config says it too, but
 `run.json` may be the file that is damaged and written again from a checkpoint.
 
-The run directory has a lock of the kernel, which a store has not. In its place the folder of the steps holds an object
-that names the run, and the start of it that writes. A run is told by its name, config and data, so that it resumes on a
-machine that has nothing else of it. Before each save the process that writes looks whether it still is the one that is
-named: of two starts the later one goes on.
+A run directory is locked by the kernel, which an object store is not. Instead the folder of the steps holds a marker
+that names the run, and the process that writes. A run is identified by its name, config and data, so that it resumes on
+a machine that has nothing else of it. Before each save the process that writes checks whether the marker still names
+it: of two processes the later one continues.
 """
 
 import contextlib
@@ -28,35 +28,46 @@ from jaxtrain.runtime.files import write_json_atomic
 FOLDER = "checkpoints"  # of a run directory
 NOTE = "checkpoints.json"  # in a run directory
 MARKER = "jaxtrain_run.json"  # in a folder of steps
-PREVIOUS = "previous"
+PREVIOUS = "previous"  # in a folder of steps
 _MARKER_KEYS = ("run", "start", "name", "run_dir", "host", "since")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint that a path means."""
+class CheckpointPath:
+    """A checkpoint that a path means.
 
-    directory: Place  # of the steps, as `Checkpointer` takes it
-    step: int | None  # that the path names; None: the newest that is intact
-    run_dir: Path | None  # of the run that saved it, as far as the path tells; None: it is in a store
+    Attributes:
+        directory: folder of the steps, as `Checkpointer` takes it.
+        step: the step that the path names; None: the newest intact one.
+        run_dir: directory of the run, as far as the path tells; None: the checkpoint is in a store.
+    """
+
+    directory: Place
+    step: int | None
+    run_dir: Path | None
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Found:
-    """Find the checkpoint that a path means, without reading it; a CheckpointError where there is none.
+def find_checkpoint(path: str | os.PathLike[str]) -> CheckpointPath:
+    """Find the checkpoint that a path means, without reading it.
 
     Args:
         path: a run directory (`runs/x`), a folder of steps (`runs/x/checkpoints`, or any that a `Checkpointer` writes,
             on gs:// or s3:// too), or one step of it (`runs/x/checkpoints/400`).
+
+    Raises:
+        CheckpointError: there is none.
     """
     folder = place_at(path, what="checkpoint", error=CheckpointError)
+    step = None
     if folder.name.isdecimal() and int(folder.name) in list_steps(folder.parent):
-        return Found(folder.parent, int(folder.name), folder.parent.parent if isinstance(folder, Path) else None)
+        step = int(folder.name)
+        folder = folder.parent
     if list_steps(folder):
-        return Found(folder, None, folder.parent if isinstance(folder, Path) else None)
+        return CheckpointPath(folder, step, folder.parent if isinstance(folder, Path) else None)
     if isinstance(folder, Path):
         steps = checkpoint_folder(folder)
         if list_steps(steps):
-            return Found(steps, None, folder)
+            return CheckpointPath(steps, None, folder)
     raise CheckpointError(
         f"no checkpoint at {path}; give a run (runs/<name>), which saves one at its end or on a signal, a folder of "
         "checkpoints, or one step of it (runs/<name>/checkpoints/400)"
@@ -64,22 +75,22 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Found:
 
 
 def checkpoint_folder(run_dir: str | Path) -> Place:
-    """Where the checkpoints of a run are: the place that its note names, or the folder in its directory."""
+    """Return where the checkpoints of a run are: the place that its note names, or the folder in its directory."""
     return _read_note(Path(run_dir)) or Path(run_dir) / FOLDER
 
 
 def configured_folder(setting: str | None, run_dir: Path) -> Place:
-    """Where a config puts the checkpoints of a run: `checkpoint.directory`, or the folder in its directory."""
+    """Return where a config puts the checkpoints of a run: `checkpoint.directory`, or the folder in its directory."""
     return run_dir / FOLDER if setting is None else place_at(setting, what="checkpoint.directory")
 
 
 def _read_note(run_dir: Path) -> Place | None:
-    content = _read(run_dir / NOTE, ("directory",))
-    return None if content is None else place_at(content["directory"], what="checkpoint.directory")
+    note = _read(run_dir / NOTE, ("directory",))
+    return None if note is None else place_at(note["directory"], what="checkpoint.directory")
 
 
 def set_steps_aside(folder: Place) -> Place | None:
-    """Move the steps of an earlier run in a folder of their own, to `previous/<time>/`; None where there are none."""
+    """Move the steps of an earlier run to `previous/<time>/` and return that folder, or None if there are no steps."""
     target = folder / PREVIOUS / directory.moment()
     with directory.failing(f"cannot move the checkpoints of an earlier run to {target}"):
         directory.clear_leftovers(folder)
@@ -92,14 +103,14 @@ def set_steps_aside(folder: Place) -> Place | None:
 
 @dataclass(frozen=True)
 class Owner:
-    """The hold of this process on the folder of the checkpoints of its run."""
+    """A process that owns the folder of the checkpoints of its run, as long as the marker there names it."""
 
     folder: Place
-    start: str  # what the marker calls this process
+    start: str  # name of this process in the marker
 
     def other(self) -> str | None:
-        """Who has taken the folder over; None where it is still this process's, or nobody can tell."""
-        with contextlib.suppress(OSError, CheckpointError):  # the save that follows says what is wrong with the store
+        """Describe who has taken the folder over, or return None if nobody has, or the marker cannot be read."""
+        with contextlib.suppress(OSError, CheckpointError):  # the next save reports what is wrong with the store
             marker = _read(self.folder / MARKER, _MARKER_KEYS)
             if marker is not None and marker["start"] != self.start:
                 return _text(marker)
@@ -115,15 +126,18 @@ def take(
     takes_over: bool,
     report: Callable[[str], None],
 ) -> Owner:
-    """Make a folder that of the run in a locked directory, for this process, and note it there.
+    """Make this process the owner of a folder of checkpoints, and note the folder in the locked run directory.
 
     Args:
-        identity: of the run; the same on every machine.
-        takes_over: whether the folder may be another run's.
-        report: called with a line where the folder is taken over from another directory.
+        folder: where the checkpoints are.
+        run_dir: directory of the run.
+        name: name of the run.
+        identity: `run_identity`, which is the same on every machine.
+        takes_over: whether the folder may belong to another run.
+        report: called with a line if the folder is taken over from another run directory.
 
     Raises:
-        ConfigError: another run has it, or it cannot be written.
+        ConfigError: the folder belongs to another run, or cannot be written.
     """
     marker = {
         "run": identity,
@@ -165,7 +179,7 @@ def _refused(folder: Place, whose: str) -> ConfigError:
 
 
 def _read(file: Place, keys: Sequence[str]) -> dict[str, str] | None:
-    """Read a file of texts that has these keys; None where there is no such file."""
+    """Return the texts under these keys of a JSON file, or None if there is no file."""
     try:
         content = json.loads(file.read_bytes())
         return {key: str(content[key]) for key in keys}

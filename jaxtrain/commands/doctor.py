@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.commands.shared import print_json, print_table, print_text
+from jaxtrain.errors import first_line
 from jaxtrain.metrics.format import format_bytes
 from jaxtrain.metrics.runinfo import PACKAGES, package_versions
 from jaxtrain.runtime import distributed
@@ -64,12 +65,8 @@ def _versions(problems: list[dict[str, Any]]) -> dict[str, str | None]:
         try:
             from flax import nnx  # noqa: F401  # of some pairs of versions with jax it cannot be imported
         except Exception as error:
-            problems.append(_problem(f"flax.nnx: {_first_line(error)}", "pip install -U jax flax", fatal=True))
+            problems.append(_problem(f"flax.nnx: {first_line(error)}", "pip install -U jax flax", fatal=True))
     return versions
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def _devices(problems: list[dict[str, Any]], emulate: int | None) -> dict[str, object]:
@@ -80,7 +77,7 @@ def _devices(problems: list[dict[str, Any]], emulate: int | None) -> dict[str, o
 
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # a bare assert where a plugin is missing
-        what = f"jax finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {_first_line(error)}"
+        what = f"jax finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {first_line(error)}"
         problems.append(_problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
         return {}
     from jaxtrain.runtime.devices import matmul_flops_per_second, sums_over_devices, unused_accelerator

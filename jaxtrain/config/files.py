@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from jaxtrain.config.arguments import local_path
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, first_line
 
 RUN_FILE = "run.json"
 # Aliases may make a small file as large as one likes.
@@ -104,7 +104,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or first_line(error)
         raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML: {reason}") from None
     if not isinstance(values, dict | None):
         raise ConfigError(f"{path}: a config must be a mapping of groups, not a {type(values).__name__}")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.arguments import check_whole, refusal
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError, DataError, first_line
 from jaxtrain.runtime.devices import usable_cores
 from jaxtrain.runtime.tree import path_name
 
@@ -266,7 +266,7 @@ def _stacked(rows: list[Any]) -> Batch:
     except ValueError as error:
         raise DataError(
             "rows hold different entries or shapes (those that a filter of grain leaves out are None): "
-            f"{str(error).splitlines()[0]}"
+            f"{first_line(error)}"
         ) from None
 
 

@@ -18,7 +18,7 @@ from jaxtrain.config.schema import IGNORED
 from jaxtrain.data.files import add_note
 from jaxtrain.data.permutation import Span, evaluated_numbers, permuted
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, first_line
 from jaxtrain.runtime.tree import path_name
 
 # Entry -> array, or a nested dict of arrays.
@@ -116,8 +116,7 @@ def as_numbers(value: Any, *, where: str) -> np.ndarray:
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{where} cannot become an array ({reason}); give numbers of one shape") from None
+        raise DataError(f"{where} cannot become an array ({first_line(error)}); give numbers of one shape") from None
     if array.dtype.kind in "OUSMm" or np.ma.is_masked(value):
         shown = "masked values" if np.ma.is_masked(value) else str(array.dtype)
         raise DataError(f"{where} holds {shown}, not numbers; fill them with numbers, or leave the entry out")

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import reading, require_file
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, first_line
 from jaxtrain.interop.formats.gguf import read_gguf
 from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
 from jaxtrain.runtime.files import write_bytes_atomic
@@ -267,7 +267,7 @@ def load_tokenizer_text(text: str, where: str | Path) -> ByteTokenizer | BpeToke
             return ByteTokenizer(content.get("special", ()))
         return BpeTokenizer(Model.from_str(text))
     except Exception as error:  # The library raises bare Exception.
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"tokenizer {where} is not a tokenizer of the tokenizers library ({reason})") from None
 
 

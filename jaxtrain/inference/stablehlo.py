@@ -17,7 +17,7 @@ import numpy as np
 from jax import export
 
 from jaxtrain import __version__
-from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.errors import ConfigError, UserError, first_line
 from jaxtrain.interop.formats.safetensors import write_safetensors
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
@@ -97,11 +97,11 @@ def make_program(
         try:
             return Program(exported(export.symbolic_shape(BATCH)[0]), weights, None, None)
         except Exception as error:  # shapes without a number raise whatever code that asks for one raises
-            reason, batch = _line(error.__cause__ or error if isinstance(error, UserError) else error), 1
+            reason, batch = first_line(error.__cause__ or error if isinstance(error, UserError) else error), 1
     try:
         return Program(exported(batch), weights, batch, reason)
     except Exception as error:  # jax refuses what it does not keep stable in several types
-        raise ConfigError(f"{sharded_model.model.name} has no portable program: {_line(error)}") from error
+        raise ConfigError(f"{sharded_model.model.name} has no portable program: {first_line(error)}") from error
 
 
 def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -> None:
@@ -151,10 +151,6 @@ def _described(program: Program) -> dict[str, Any]:
         "compatibility": _WINDOW,
         "read_by": "python read.py INPUTS.npz OUTPUTS.npz, with jax and flatbuffers",
     }
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _specs(avals: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxtrain.config.schema import LoggingConfig
 from jaxtrain.config.secrets import redacted
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, first_line
 from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.writers import Background, MultiWriter, Row
 from jaxtrain.runtime.files import plain_number, write_json_atomic
@@ -182,7 +182,7 @@ class BackgroundTracker(Background):
                 return found
             except BaseException as error:  # a tracker may also raise what ends a thread, such as SystemExit
                 count += 1
-                self._reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                self._reason = f"{type(error).__name__}: {first_line(error)}"
             if count >= tries or is_last:
                 return None
             if count == 2 and not self._ending.is_set():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.kinds import called_parts
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import DataError, UserError
+from jaxtrain.errors import DataError, UserError, first_line
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.workload import Workload, describe_workload
 from jaxtrain.runtime import distributed
@@ -234,7 +234,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         place = user_place(error) if called_parts(config) else None
         if place is None:
             raise
-        return {"error": f"{place} raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
+        return {"error": f"{place} raised {type(error).__name__}: {first_line(error)}"}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import ConfigError, DataError, UserError
+from jaxtrain.errors import ConfigError, DataError, UserError, first_line
 from jaxtrain.inference.harness import AskedModel, result_rows, task_tokens
 from jaxtrain.run.open_run import open_model
 from jaxtrain.run.predict import tokenizer_of, writer_of
@@ -97,8 +97,7 @@ def _task_errors(tasks: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"--tasks {tasks}: {type(error).__name__}: {said[:300]}; docs/evaluation_tasks.md has tasks that need no "
-            "network, and --debug shows the traceback"
+            f"--tasks {tasks}: {type(error).__name__}: {first_line(error)}; docs/evaluation_tasks.md has tasks "
+            "that need no network, and --debug shows the traceback"
         ) from error

@@ -1,4 +1,4 @@
-"""What a run begins with or goes on from: which checkpoint, what may have changed since, and the state in it."""
+"""How a run starts or resumes: from which checkpoint, what may have changed since, and the state in it."""
 
 import hashlib
 import json
@@ -46,28 +46,44 @@ _GO_ON = (
     "with the change"
 )
 _SET_BACK = "set it back, use another run directory, or start again with --resume never (from Python resume='never')"
-# What is beside the step: other data is noticed by its content.
-_BESIDE_THE_STEP = (
-    *("data", "checkpoint", "evaluation", "logging", "profile", "watchdog", "name", "compilation_cache"),
-    *("compiler_options", "train.prefetch", "train.workers", "train.max_skipped_in_a_row"),
+# Settings outside the program of a step. Other data is noticed by its content.
+_OUTSIDE_THE_STEP = (
+    "data",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "profile",
+    "watchdog",
+    "name",
+    "compilation_cache",
+    "compiler_options",
+    "train.prefetch",
+    "train.workers",
+    "train.max_skipped_in_a_row",
 )
-# What may change without the trained numbers being others: where and how fast a run computes, and what it writes. More
-# steps are how a run is made longer.
+# Settings that may change without changing the trained numbers: where and how fast a run computes, and what it writes.
 MAY_CHANGE = (
-    *_BESIDE_THE_STEP,
-    *("parallel", "remat", "optimizer.offload", "model.attention", "loss.logits", "loss.block"),
+    *_OUTSIDE_THE_STEP,
+    "parallel",
+    "remat",
+    "optimizer.offload",
+    "model.attention",
+    "loss.logits",
+    "loss.block",
 )
+# More steps make a run longer.
+_MAY_GROW = (*MAY_CHANGE, "train.steps")
 # Evaluations before and after a change of these cannot be compared, as early stopping and `keep_best` do.
 _COMPARED = ("evaluation.max_batches", "task", "loss.label_smoothing", "loss.beta")
 _COMPARED_BY_EARLY_STOPPING = ("evaluation.early_stopping.metric", "evaluation.early_stopping.mode")
-# What the stream of batches has of the config; the rest of it describes the data.
+# Keys of the stream of batches that come from the config; the others describe the data.
 _BATCH_KEYS = ("seed", "global_batch_size")
-# What a run asks to be given again; other data is noticed by its content.
+# Parts from Python that a run must be given again when it resumes. Other data is noticed by its content.
 _GIVEN_AGAIN = ("model", "task", "optimizer")
 
 
 def is_within(key: str, names: Sequence[str]) -> bool:
-    """Whether a dotted key is one of the names, or in a group of such a name."""
+    """Return whether a dotted key is one of the names, or in a group of such a name."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
@@ -92,10 +108,10 @@ def choose_start(checkpointer: Checkpointer, resume: str | None) -> int | None:
 
 
 def run_metadata(run: Run, given: Given) -> dict[str, Any]:
-    """What a checkpoint says of its run: config, which rows batch k holds, names of the parts from Python."""
-    state = run.step.abstract_state.optimizer_state
+    """Return what a checkpoint records of its run: config, which rows batch k holds, names of parts from Python."""
+    structure = str(jax.tree.structure(run.step.abstract_state.optimizer_state))
     # The types of an optax state name the transformations: `namedtuple[ScaleByLionState]`.
-    states = dict.fromkeys(re.findall(r"namedtuple\[(\w+?)(?:State)?\]", str(jax.tree.structure(state))))
+    states = dict.fromkeys(re.findall(r"namedtuple\[(\w+?)(?:State)?\]", structure))
     optimizer = ", ".join(name for name in states if name not in ("Empty", "Masked", "MaskedNode"))
     return {
         "name": run.name,
@@ -112,8 +128,7 @@ def run_metadata(run: Run, given: Given) -> dict[str, Any]:
 
 def run_identity(metadata: Mapping[str, Any]) -> str:
     """Return a digest of what makes a run the same on every machine: its name, config and data."""
-    may_change = (*MAY_CHANGE, "train.steps")
-    config = {key: value for key, value in flat(metadata["config"]).items() if not is_within(key, may_change)}
+    config = {key: value for key, value in flat(metadata["config"]).items() if not is_within(key, _MAY_GROW)}
     content = [metadata["name"], config, metadata["stream"]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -121,7 +136,13 @@ def run_identity(metadata: Mapping[str, Any]) -> str:
 def check_resumed(
     checkpointer: Checkpointer, step: TrainStep, current: Mapping[str, Any], *, run_dir: Path, may_change: bool
 ) -> dict[str, str]:
-    """Return what changed since the newest checkpoint, key -> `train.steps 600 -> 1200`, if this run may resume it."""
+    """Return what changed since the newest checkpoint, key -> `train.steps 600 -> 1200`, if this run may resume it.
+
+    Raises:
+        ConfigError: a setting changed that would change the numbers (unless `may_change`), or what evaluations measure.
+        DataError: the data changed.
+        CheckpointError: the state of the step has other leaves.
+    """
     saved = checkpointer.metadata()
     before = saved["config"]
     after = current["config"]
@@ -136,10 +157,8 @@ def check_resumed(
         if refused:
             raise ConfigError(f"{', '.join(refused)}: evaluations before and after could not be compared; {_SET_BACK}")
     if not may_change:
-        allowed = MAY_CHANGE
-        # A run may become longer. A shorter one would return the numbers of the longer one.
-        if after["train"]["steps"] >= before["train"]["steps"]:
-            allowed += ("train.steps",)
+        # A shorter run would return the numbers of the longer one.
+        allowed = _MAY_GROW if after["train"]["steps"] >= before["train"]["steps"] else MAY_CHANGE
         refused = [text for key, text in texts.items() if not is_within(key, allowed)]
         if refused:
             more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
@@ -157,10 +176,11 @@ def check_resumed(
 def check_code(
     saved: Mapping[str, Any], current: Mapping[str, Any], changes: Mapping[str, str], *, run_dir: Path, may_change: bool
 ) -> str:
-    """Compare the code of a run that resumes with that of its checkpoint, and return what to say of both.
+    """Compare the code of a run that resumes with that of its checkpoint, and return a text on config and code.
 
-    They are compared where nothing else changes the program of a step: neither settings (`changes`, of
-    `check_resumed`) nor devices, layout and versions. More steps change what the config's optimizer does, no more.
+    Digests are comparable only if nothing else changes the program of a step: no settings (`changes` is what
+    `check_resumed` returned), devices, layout or versions. A change of `train.steps` changes the schedule, and with it
+    the program of the config's optimizer, but of no other part.
 
     Raises:
         ConfigError: the code is another one, and `may_change` is False.
@@ -169,8 +189,8 @@ def check_code(
     same = f"same config except {', '.join(texts)}" if texts else "same config"
     before = saved.get("code")
     after = current["code"]
-    is_altered = any(not is_within(key, (*_BESIDE_THE_STEP, "train.steps")) for key in changes)
-    if is_altered or before is None or before["conditions"] != after["conditions"]:
+    changes_step = any(not is_within(key, (*_OUTSIDE_THE_STEP, "train.steps")) for key in changes)
+    if changes_step or before is None or before["conditions"] != after["conditions"]:
         return f"{same} (code not compared)"
     compared = ["step", "initial state"]
     if "train.steps" in changes and current["from_python"]["optimizer"] is None:
@@ -185,7 +205,7 @@ def check_code(
 
 
 def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_dir: Path) -> None:
-    """Refuse to resume with other batches: batch k would hold other rows, or evaluations be of other rows."""
+    """Raise an error if a resumed run would train batch k on other rows, or evaluate other rows."""
     before = flat(saved)
     after = flat(current)
     for key in (*_BATCH_KEYS, *sorted(before.keys() | after.keys())):
@@ -203,13 +223,16 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_di
 
 
 def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """Return key -> `key old -> new` where two resolved configs differ; of a new kind, the kind alone."""
+    """Return key -> `key old -> new` where two resolved configs differ; of a group of a new kind, the kind alone."""
     before = flat(saved)
     after = flat(current)
     keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     groups = [key.removesuffix(".kind") for key in keys if key.endswith(".kind")]
-    keys = [key for key in keys if key.endswith(".kind") or not is_within(key, groups)]
-    return {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
+    return {
+        key: f"{key} {before.get(key)} -> {after.get(key)}"
+        for key in keys
+        if key.endswith(".kind") or not is_within(key, groups)
+    }
 
 
 def _check_parts(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: Path) -> None:
@@ -225,13 +248,13 @@ def _check_parts(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: 
 
 
 def trained_leaves(step: TrainStep) -> Callable[[str], bool] | None:
-    """Parameter path -> whether checkpoints of this step hold it; None: they hold all. Those of adapters do not."""
+    """Return parameter path -> whether checkpoints hold it, or None if they hold all, as without an adapter."""
     adapted = step.model.adapted
     return None if adapted is None or adapted.lora is None else step.program.settings.trainable
 
 
 def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
-    """What `TrainStep.init` takes besides the seed: what the run starts from."""
+    """Return the arguments of `TrainStep.init` besides the seed: what the run starts from."""
     start = {
         "params": own_step.params,
         "model_state": own_step.model_state,
@@ -250,7 +273,7 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
             "checkpoint that holds them, or of a published folder"
         )
     if not is_published(path):
-        # The base of a run is one of its steps: the newest may be another one when it is asked for again.
+        # The base of an adapter is one step of a run: the newest step may be another one when the adapter is read.
         checkpoint = find_checkpoint(path)
         step = list_steps(checkpoint.directory)[-1] if checkpoint.step is None else checkpoint.step
         start["params"] = str(checkpoint.directory / str(step))
@@ -260,10 +283,10 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
 def describe_start(run: Run, state: TrainState, start: Mapping[str, Any]) -> BaseRecord | None:
     """Return the base of a run that starts, from its state at step 0, or None if checkpoints hold every parameter."""
     trains = trained_leaves(run.step)
-    path = start["params"]
-    seed = run.config.seed
     if trains is None:
         return None
+    path = start["params"]
+    seed = run.config.seed
     if path is None:
         return describe_base(state.params, trains, format="drawn", path=None, seed=seed)
     format = "published" if is_published(path) else "run"
@@ -274,7 +297,7 @@ def describe_start(run: Run, state: TrainState, start: Mapping[str, Any]) -> Bas
 def resumed_state(
     run: Run, run_dir: Path, own_step: OwnStep, checkpointer: Checkpointer
 ) -> tuple[TrainState, BaseRecord | None]:
-    """Restore the newest intact state of a run, and return its base if checkpoints do not hold that."""
+    """Restore the newest intact state of a run; return it, and its base if checkpoints do not hold every parameter."""
     trains = trained_leaves(run.step)
     state = checkpointer.restore(without_base(run.step.abstract_state, trains))
     if trains is None:
@@ -297,15 +320,20 @@ def restore_for_evaluation(
     report: Callable[[str], None],
     moved_to: str | None = None,
 ) -> EvaluationState:
-    """Read parameters and model state of one checkpoint (None: the newest intact one) into the shardings of a model.
+    """Read parameters and model state of one checkpoint into the shardings of a model; the run may be training.
 
-    The run may be training. `moved_to` is where the base of an adapter run is; None: where it was.
+    Args:
+        run_dir: directory of the run.
+        sharded_model: gives the shapes and shardings.
+        step: step of the checkpoint; None: the newest intact one.
+        report: called with a line for each damaged checkpoint that is passed over.
+        moved_to: where the base of an adapter run is; None: where it was.
     """
     damaged = ""
     with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:
         if step is not None:
             return _restore(checkpoints, sharded_model, step, run_dir, moved_to)
-        # Both parts must be of one step, so a damaged one is passed over here and not in the checkpointer.
+        # Parameters and model state must be of one step: the checkpointer would pass over a damaged one of either.
         for candidate in reversed(checkpoints.steps()):
             try:
                 return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
@@ -322,22 +350,21 @@ def _restore(
 ) -> EvaluationState:
     info = checkpoints.info(step)
     base = base_of(info.metadata)
-    # The checkpoint itself says what it holds, and what has an average: no setting of the run need be known.
-    wanted = sharded_model.abstract_params
+    # The checkpoint itself tells what it holds, and what has an average, whatever the settings of the run are.
     saved_names = {stored_name(name) for name in info.leaves}  # keys of a dict may hold `/` themselves
+    abstract = sharded_model.abstract_params
     if base is not None:
-        wanted = select_leaves(wanted, lambda path: stored_name(f"params/{path}") in saved_names)
-    averaged = {name for name in saved_names if is_inside(name, "ema")}
+        abstract = select_leaves(abstract, lambda path: stored_name(f"params/{path}") in saved_names)
     model_state = checkpoints.restore(sharded_model.abstract_model_state, step=step, prefix="model_state")
-    if not averaged:
-        params = _read_params(checkpoints, wanted, info)
+    if not any(is_inside(name, "ema") for name in saved_names):
+        params = _read_params(checkpoints, abstract, info)
     else:
-        ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in averaged)
+        ema, ema_state = average_shapes(sharded_model, lambda path: stored_name(f"ema/{path}") in saved_names)
         params = checkpoints.restore(ema, step=step, prefix="ema")
-        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(wanted)):  # frozen parameters have no average
-            params = merge_leaves(params, _read_params(checkpoints, wanted, info))
-        saved = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
-        model_state = averaged_model_state(saved, model_state)
+        if len(jax.tree.leaves(ema)) < len(jax.tree.leaves(abstract)):  # frozen parameters have no average
+            params = merge_leaves(params, _read_params(checkpoints, abstract, info))
+        average = checkpoints.restore(ema_state, step=step, prefix="ema_model_state")
+        model_state = averaged_model_state(average, model_state)
     if base is not None:
         paths = paths_of(params)
         frozen = restore_base(
@@ -347,15 +374,17 @@ def _restore(
     return EvaluationState(params, model_state, step)
 
 
-def _read_params(checkpoints: Checkpointer, wanted: Params, info: CheckpointInfo) -> Params:
-    """Parameters, read in the dtypes that they were saved in: frozen ones of `bf16_pure` in float32."""
+def _read_params(checkpoints: Checkpointer, abstract: Params, info: CheckpointInfo) -> Params:
+    """Return parameters; those of an adapter keep the dtypes that they were saved in."""
 
     def as_saved(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        _, dtype = info.leaves.get(stored_name(f"params/{path_name(path)}"), ((), leaf.dtype.name))
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_float else leaf.dtype, sharding=leaf.sharding)
+        name = stored_name(f"params/{path_name(path)}")
+        if name not in info.leaves or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        # Frozen parameters of `bf16_pure` are saved in float32.
+        return jax.ShapeDtypeStruct(leaf.shape, info.leaves[name][1], sharding=leaf.sharding)
 
-    found = checkpoints.restore(jax.tree_util.tree_map_with_path(as_saved, wanted), step=info.step, prefix="params")
+    params = checkpoints.restore(jax.tree_util.tree_map_with_path(as_saved, abstract), step=info.step, prefix="params")
     if base_of(info.metadata) is not None:
-        return found
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), found, wanted)
+        return params
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.arguments import local_path
-from jaxtrain.errors import ConfigError
+from jaxtrain.errors import ConfigError, first_line
 from jaxtrain.runtime.terminal import print_remark
 
 Value = bool | int | float | str
@@ -125,7 +125,7 @@ def refused_options(device: Any, options: tuple[tuple[str, Value], ...]) -> dict
             with out_of_cache():
                 lowered.compile(compiler_options={**given})
         except (RuntimeError, TypeError, ValueError) as error:
-            return (str(error).splitlines() or [type(error).__name__])[0]
+            return first_line(error)
         return None
 
     if not options or refusal(dict(options)) is None:

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxtrain.config.arguments import check_whole
-from jaxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError, StorageError, UserError
+from jaxtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    StorageError,
+    UserError,
+    first_line,
+)
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number, in_pod, local_device_ids
 from jaxtrain.runtime.compiler import use_cache
 from jaxtrain.runtime.heartbeats import LOST
@@ -172,7 +180,7 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
                 f"the cluster found through {cluster.source} can be joined only before jax is first used in a process, "
                 "and it was: call start() first, at the top of the program"
             ) from error
-        line = failure((str(error).splitlines() or [type(error).__name__])[0][:200])
+        line = failure(first_line(error))
         raise (NotMetError if is_started_again else ConfigError)(line) from error
     finally:
         timer.cancel()

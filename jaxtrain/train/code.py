@@ -1,4 +1,4 @@
-"""Digests of the code of a step, by which a run that resumes knows that its model, loss or optimizer is another one.
+"""Digests of the code of a step, by which a run that resumes notices another model, loss or optimizer.
 
 A digest is of what the trace of the step computes: primitives, their parameters, literals, and the values of arrays
 that functions close over. Names, source lines, debug prints and equations that no output needs are not in it.
@@ -13,39 +13,51 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from jaxtrain.train.step import TrainStep
 
 PARTS = ("model", "loss", "optimizer", "initial state")
-# Parameters of equations that say where code is, what it is called, or how it would be differentiated further.
-_NO_NUMBERS = {
-    *("name", "debug_info", "name_and_src_info", "origin", "policy", "fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"),
+# Parameters of equations that tell where code is, what it is called, or how it would be differentiated further.
+_WITHOUT_EFFECT = {
+    "name",
+    "debug_info",
+    "name_and_src_info",
+    "origin",
+    "policy",
+    "fwd_jaxpr_thunk",
+    "bwd",
+    "jvp_jaxpr_fun",
 }
 _NAMES = re.compile(r"<function \S+|<bound method \S+|0x[0-9a-f]+")
 
 
 def step_code(step: TrainStep, traced: jax.stages.Traced, *, versions: str, draws_parameters: bool) -> dict[str, str]:
-    """Return digests of a traced step (`step`), of its parts, and of what else changes its program (`conditions`).
+    """Return the digests of a traced step, of each of its `PARTS`, and of the conditions that change its program.
 
-    The digest of the step is of everything that it returns but the rate, which is only shown. The digest of a part is
-    of its equations without what connects them: it tells which part differs where the steps do.
+    The digest `step` is of all outputs except the learning rate, which is only displayed. The digest of a part is of
+    its equations without the connections between them: it tells which part changed when the steps differ.
     """
     reader = _Reader()
+    # The leaves of state and metrics; effects follow them.
     outputs = reader.outputs(traced.jaxpr, "model")
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
-    # Of state and metrics; effects follow the outputs.
-    numbers = [output for output, path in zip(outputs, paths, strict=False) if path != "[1]['learning_rate']"]
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    compared = [
+        output
+        for output, (path, _) in zip(outputs, leaves, strict=False)
+        if jax.tree_util.keystr(path) != "[1]['learning_rate']"
+    ]
     if draws_parameters:
         reader.outputs(step.drawn.jaxpr, "initial state")
     return {
-        "step": _digest(*numbers),
+        "step": _digest(*compared),
         **{part: _digest(*equations) for part, equations in reader.parts.items()},
         "conditions": _digest(f"{versions} {step.mesh.devices.flat[0].device_kind} {step.state_shardings.params}"),
     }
 
 
 class _Reader:
-    """Reads the equations of one trace; `parts` collects a digest of each equation."""
+    """Reads the equations of a trace; `parts` collects a digest of each equation, by the part it belongs to."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[str]] = {part: [] for part in PARTS}
@@ -57,49 +69,51 @@ class _Reader:
         if key in self._done:
             return self._done[key]
         jaxpr = getattr(program, "jaxpr", program)
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        values = {variable: f"{index} {variable.aval}" for index, variable in enumerate(variables)}
+        values: dict[Any, str] = {}
+        for index, variable in enumerate([*jaxpr.constvars, *jaxpr.invars]):
+            values[variable] = f"{index} {variable.aval}"
         for variable, const in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
             values[variable] = self._text(const, part)
             self.parts[part].append(values[variable])
 
         def value_of(atom: Any) -> str:
-            return self._text(atom.val, part) if hasattr(atom, "val") else values[atom]
+            return self._text(atom.val, part) if isinstance(atom, Literal) else values[atom]
 
         effects = []
         for equation in jaxpr.eqns:
             equation_part = _part_of(str(equation.source_info.name_stack), part)
             text = f"{equation.primitive.name} {self._text(equation.params, equation_part)}"
-            inputs = [value_of(atom) for atom in equation.invars]
-            literals = [value for atom, value in zip(equation.invars, inputs, strict=True) if hasattr(atom, "val")]
+            literals = [value_of(atom) for atom in equation.invars if isinstance(atom, Literal)]
             self.parts[equation_part].append(_digest(text, *literals))
-            digest = _digest(text, *inputs)
+            digest = _digest(text, *map(value_of, equation.invars))
             for index, variable in enumerate(equation.outvars):
                 values[variable] = f"{index} {digest}"
-            # A kernel returns nothing: it writes.
+            # A kernel has no outputs: it writes into memory, which is an effect.
             if any("Debug" not in type(effect).__name__ for effect in equation.effects):
                 effects.append(digest)
         self._done[key] = [*map(value_of, jaxpr.outvars), *effects]
         return self._done[key]
 
     def _text(self, value: Any, part: str) -> str:
-        """Return the parameter of an equation as a text that is the same in every process."""
+        """Return a parameter, constant or literal of an equation as a text that is the same in every process."""
         if hasattr(value, "eqns"):
             return _digest(*self.outputs(value, part))
         if is_dataclass(value) and not isinstance(value, type):
             value = {field.name: getattr(value, field.name) for field in fields(value)}
         if isinstance(value, Mapping):
-            return str([f"{key}={self._text(value[key], part)}" for key in sorted(value.keys() - _NO_NUMBERS, key=str)])
-        if isinstance(value, tuple | list | set | frozenset):
-            texts = [self._text(item, part) for item in value]
-            return str(texts if isinstance(value, tuple | list) else sorted(texts))
+            keys = sorted(value.keys() - _WITHOUT_EFFECT, key=str)
+            return str([f"{key}={self._text(value[key], part)}" for key in keys])
+        if isinstance(value, tuple | list):
+            return str([self._text(item, part) for item in value])
+        if isinstance(value, set | frozenset):
+            return str(sorted(self._text(item, part) for item in value))
         if isinstance(value, np.ndarray | jax.Array):
             return _array_digest(value)
         return _NAMES.sub("", repr(value))
 
 
 def _part_of(scopes: str, part: str) -> str:
-    """Return the part that an equation in these named scopes belongs to; `part` is that of the equations around it."""
+    """Return the part that an equation in these named scopes belongs to, by default `part`."""
     names = re.split(r"[/()]+", scopes)
     if names[0] == "optimizer":
         return "optimizer"
@@ -109,7 +123,7 @@ def _part_of(scopes: str, part: str) -> str:
 def _array_digest(array: np.ndarray | jax.Array) -> str:
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
-            return str(array.aval)  # to read it, all processes would have to meet
+            return str(array.aval)  # reading it would be a collective of all processes
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
     content = np.asarray(jax.device_get(array))

@@ -245,11 +245,11 @@ def _published_part(
 
 def _from_checkpoint(path: str | Path, own: _Source | None, target: _Target) -> Start:
     """Parameters and model_state of the newest intact step at a path, or of the step that the path names."""
-    found = find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     known = {**_original_params(target.model), **paths_of(target.drawn[0])}
     damaged: list[str] = []
-    with Checkpointer(found.directory, read_only=True) as checkpointer:
-        for step in [found.step] if found.step is not None else checkpointer.steps()[::-1]:
+    with Checkpointer(checkpoint.directory, read_only=True) as checkpointer:
+        for step in [checkpoint.step] if checkpoint.step is not None else checkpointer.steps()[::-1]:
             try:
                 info = checkpointer.info(step)
                 params = _saved_part("params", path, info, checkpointer, known)
@@ -264,7 +264,9 @@ def _from_checkpoint(path: str | Path, own: _Source | None, target: _Target) -> 
             for line in damaged:
                 print_remark(f"{line}; step {step} is used instead")
             return start
-    raise CheckpointError(damaged[0] if found.step is not None else f"no intact checkpoint in {path}: {damaged[0]}")
+    if checkpoint.step is not None:
+        raise CheckpointError(damaged[0])
+    raise CheckpointError(f"no intact checkpoint in {path}: {damaged[0]}")
 
 
 def _saved_part(

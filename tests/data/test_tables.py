@@ -96,6 +96,14 @@ def test_a_text_among_numbers_makes_no_classes_of_them(name, form, tmp_path):
         assert rows_of(path).reading["classes"] == classes
 
 
+def test_numbers_that_are_written_as_texts_need_a_task(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(*(json.dumps({"a": str(i), "y": str(i / 7)}) for i in range(40))))
+    with pytest.raises(DataError, match="has numbers as targets, written as texts; set task=regression"):
+        rows_of(path)
+    assert rows_of(path, task="regression").reading["classes"] is None
+
+
 def test_the_row_numbers_of_pandas_are_no_input(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(lines(",a,b,species", *(f"{i},{i % 3},{i % 5},{'xy'[i % 2]}" for i in range(20))))

@@ -5,39 +5,49 @@ Lists and objects may be JSON text, which is all that a CSV file can hold.
 """
 
 import ast
-import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.errors import DataError
 
 ANSWERS = "assistant"
-# Keys by which a message says whether it counts in the loss: 0 or false, 1 or true.
+# Keys of a message that tell whether it counts in the loss: 1 or true if it does, 0 or false if not.
 _WEIGHTS = ("weight", "train", "training", "loss")
-# Names of columns, each in the order in which they are tried.
+# Names of columns, in the order in which they are looked for.
 _LISTS = ("messages", "conversations", "conversation")
 _QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input")
 _COMPLETIONS = ("output", "response", "solution", "answer", "completion")
-# Data sets keep the columns of which they made prompt and completion, or show Alpaca's columns as one prompt.
-_FORMS = (("prompt", "completion"), *itertools.product(_QUESTIONS, _COMPLETIONS))
 _SYSTEM = ("system", "system_prompt")
-# Column of a question -> columns of a text that belongs to it: Alpaca's input, Dolly's context.
+# Column of a question -> columns of the text that the question is about: Alpaca's input, Dolly's context.
 _CONTEXTS = {"instruction": ("input", "context"), "question": ("context",)}
-# Keys of ShareGPT's messages -> those of templates.
+# Keys of ShareGPT's messages -> keys that templates read.
 _KEYS = {"from": "role", "value": "content"}
 _CALL = "function_call"
-# Roles of files -> those of templates.
+# Roles of files -> roles that templates read.
 _ROLES = {
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys((ANSWERS, _CALL, "gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model", "ai"), ANSWERS),
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function"), "tool"),
+    "user": "user",
+    "human": "user",
+    "assistant": ANSWERS,
+    "gpt": ANSWERS,
+    "chatgpt": ANSWERS,
+    "bing": ANSWERS,
+    "bard": ANSWERS,
+    "bot": ANSWERS,
+    "chatbot": ANSWERS,
+    "model": ANSWERS,
+    "ai": ANSWERS,
+    _CALL: ANSWERS,
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Labels of KTO for an answer that is not wanted, as JSON, CSV files and pandas write them.
+# Columns of KTO that tell whether an answer is desirable, and how JSON, CSV files and pandas write that it is not.
 _LABELS = ("label", "kto_tag")
 _UNDESIRABLE = ("false", "0", "0.0")
 # A text that is a list of messages: JSON, or Python's own form, which pandas writes into CSV files.
@@ -50,8 +60,8 @@ Message = Mapping[str, Any]
 class Conversation:
     """Messages in their order, from `where` (file and line).
 
-    `first` is the number of the first answer that may be trained. Conversations of one `group` stay on one side of the
-    split. `tools` are JSON schemas of what the model may call; `arguments` are further variables of the template, such
+    Answers before `messages[first]` are never trained. Conversations of one `group` are all trained on, or all held
+    out. `tools` are JSON schemas of what the model may call; `arguments` are further variables of the template, such
     as enable_thinking.
     """
 
@@ -84,23 +94,24 @@ def read_messages(
     """
     messages = []
     for fields in read_objects(value, "messages", where):
-        # Writers of columns add keys of other rows; templates ask whether there are calls, not how many.
+        # Columnar files give every message the keys of all others.
         message = {keys.get(key, key): entry for key, entry in fields.items() if entry not in (None, [])}
         role = str(message.get("role")).lower()
-        if role not in roles and fields.get("role") is None:
+        if role in roles:
+            message["role"] = roles[role]
+        elif not fields.get("role"):  # a file in the form of templates may have roles that only its template knows
             raise DataError(f"{where} has {fields!r:.60} for a message; write role and content, or set data.roles")
-        message["role"] = roles.get(role, message["role"])
+        calls = read_objects(message.pop("tool_calls", []), "tool_calls", where)
         # LLaMA-Factory has a role for calls, and OpenAI had a key for one.
-        calls = message.pop("content" if role == _CALL else _CALL, None)
-        if calls is not None:
-            calls = read_objects(calls, _CALL, where)
-            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        functions = read_objects(message.pop("content" if role == _CALL else _CALL, []), _CALL, where)
+        calls += [{"type": "function", "function": function} for function in functions]
         content = message.get("content")
-        if "tool_calls" in message:
-            calls = read_objects(message["tool_calls"], "tool_calls", where)
+        if calls:
             message["tool_calls"] = [_call(call, where) for call in calls]
         # Templates ask whether the content beside calls is none.
-        message["content"] = content if content is None and "tool_calls" in message else _text(content, where)
+        if content is not None or not calls:
+            content = _text(content, where)
+        message["content"] = content
         messages.append(message)
     if not messages:
         raise DataError(f"{where} has no messages; write [{{role: user, content: text}}, ...]")
@@ -111,36 +122,44 @@ class RowReader:
     """Reads the rows of files of chats.
 
     Args:
-        columns: Name of a column, or of a key of messages -> its name in the files.
-        roles: Role of the files -> role of templates, beside the usual ones.
+        columns: Usual name of a column, or of a key of messages -> its name in the files.
+        roles: Role of the files -> role of templates, in addition to the usual ones.
 
     Attributes:
-        columns: Usual name of a column, or its name in the files if it has none -> whether it was read.
+        is_read: Column of the rows so far, by its usual name if it has one -> whether it was read.
     """
 
     def __init__(self, columns: Mapping[Any, str], roles: Mapping[str, str]):
         self._names = {column: name for name, column in columns.items()}
         self._roles = {**_ROLES, **{name.lower(): role for name, role in roles.items()}}
-        self.columns: dict[str, bool] = {}
+        self.is_read: dict[str, bool] = {}
 
     def read(self, where: str, row: Mapping[str, Any], *, pairs: bool) -> list[Conversation]:
         """Returns the conversation of a row, or the two of a row with a chosen and a rejected answer."""
         row = {self._names.get(column, column): value for column, value in row.items() if value is not None}
-        self.columns = dict.fromkeys(row, False) | self.columns
-        return self._pair(where, row) if pairs else [self._conversation(where, row)]
+        self.is_read = dict.fromkeys(row, False) | self.is_read
+        if pairs:
+            return self._pair(where, row)
+        return [self._conversation(where, row)]
 
     def _conversation(self, where: str, row: Mapping[str, Any]) -> Conversation:
         for name in _LABELS:
             if str(row.get(name)).strip().lower() in _UNDESIRABLE:
                 raise DataError(f"{where} is an undesirable answer ({name}: false, as in KTO); remove the row")
-        messages = self._prompt(where, row, _LISTS)
+        messages = self._prompt(where, row, *_LISTS)
         if messages:
-            return self._made(where, row, messages, 0)
-        for question, completion in _FORMS:
-            if question in row and completion in row:
-                prompt = self._prompt(where, row, (question,))
-                answer = self._messages(where, self._first(row, (completion,)), ANSWERS)
-                return self._made(where, row, (*prompt, *answer), len(prompt))
+            return self._build(where, row, messages, 0)
+        questions = _QUESTIONS
+        completions = _COMPLETIONS
+        # Data sets keep the columns of which they made prompt and completion.
+        if "prompt" in row and "completion" in row:
+            questions = ("prompt",)
+            completions = ("completion",)
+        completion = self._first(row, *completions)
+        prompt = () if completion is None else self._prompt(where, row, *questions)
+        if prompt:
+            answer = self._messages(where, completion, ANSWERS)
+            return self._build(where, row, (*prompt, *answer), len(prompt))
         remedy = (
             "write messages, conversations, prompt and completion, instruction and output, or question and answer, or "
             "name the columns in data.columns"
@@ -153,71 +172,79 @@ class RowReader:
         if "chosen" not in row or "rejected" not in row:
             keys = ", ".join(map(str, row))
             raise DataError(f"{where} is not a pair of answers (it has {keys}); write prompt, chosen and rejected")
-        chosen = self._messages(where, self._first(row, ("chosen",)), ANSWERS)
-        rejected = self._messages(where, self._first(row, ("rejected",)), ANSWERS)
+        chosen = self._messages(where, self._first(row, "chosen"), ANSWERS)
+        rejected = self._messages(where, self._first(row, "rejected"), ANSWERS)
         if chosen[0]["role"] == rejected[0]["role"] == ANSWERS:
-            prompt = self._prompt(where, row, ("prompt", *_LISTS, *_QUESTIONS))
+            prompt = self._prompt(where, row, "prompt", *_LISTS, *_QUESTIONS)
             chosen = (*prompt, *chosen)
             rejected = (*prompt, *rejected)
-        shortest = min(len(chosen), len(rejected))
-        first = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-        if first in (0, shortest):
+        turns = enumerate(zip(chosen, rejected, strict=False))
+        first = next((i for i, (message, other) in turns if message != other), 0)
+        if first == 0:
             raise DataError(
                 f"{where} has answers that are equal, or no common prompt; write prompt, chosen and rejected"
             )
-        return [self._made(where, row, messages, first) for messages in (chosen, rejected)]
+        return [self._build(where, row, messages, first) for messages in (chosen, rejected)]
 
-    def _first(self, row: Mapping[str, Any], names: Iterable[str]) -> Any:
-        """Returns the value of the first of these columns that a row has; None: it has none."""
+    def _first(self, row: Mapping[str, Any], *names: str) -> Any:
+        """Returns the value of the first of these columns that a row has, or None if it has none of them."""
         for name in names:
             if name in row:
-                self.columns[name] = True
+                self.is_read[name] = True
                 return row[name]
         return None
 
     def _messages(self, where: str, value: Any, role: str) -> tuple[Message, ...]:
-        """Returns a list of messages, or a text as the one message of a role."""
+        """Returns the messages of a list or of its text; any other text is one message of this role."""
         if isinstance(value, str) and not _LIST_TEXT.match(value):
             return ({"role": role, "content": value},)
         return read_messages(value, where=where, keys={**_KEYS, **self._names}, roles=self._roles)
 
-    def _prompt(self, where: str, row: Mapping[str, Any], names: Iterable[str]) -> tuple[Message, ...]:
-        """Returns the messages of the first of these columns that a row has; nothing where it has none."""
+    def _prompt(self, where: str, row: Mapping[str, Any], *names: str) -> tuple[Message, ...]:
+        """Returns the messages of the first of these columns that a row has, or () if it has none of them."""
         for name in names:
-            if name in row:
-                question = self._first(row, (name,))
-                if name in _LISTS:
-                    question = _parsed(question)
-                context = self._first(row, _CONTEXTS.get(name, ()))
-                if context:
-                    question = f"{_text(question, where)}\n\n{_text(context, where)}"
-                return self._messages(where, question, "user")
+            question = self._first(row, name)
+            if question is None:
+                continue
+            if name in _LISTS:
+                question = _parsed(question)
+            context = self._first(row, *_CONTEXTS.get(name, ()))
+            if context:
+                question = f"{_text(question, where)}\n\n{_text(context, where)}"
+            return self._messages(where, question, "user")
         return ()
 
-    def _made(self, where: str, row: Mapping[str, Any], messages: tuple[Message, ...], first: int) -> Conversation:
-        """Returns a conversation up to its last answer, with what else a row says about it."""
-        system = self._first(row, _SYSTEM)
+    def _build(self, where: str, row: Mapping[str, Any], messages: tuple[Message, ...], first: int) -> Conversation:
+        """Returns the messages up to the last answer as a conversation, with the other columns that are about it.
+
+        The answers from `messages[first]` on may be trained.
+        """
+        system = self._first(row, *_SYSTEM)
         if system:
             message = {"role": "system", "content": _text(system, where)}
             if messages[0] != message:
+                if messages[0]["role"] == "system":
+                    raise DataError(f"{where} has a system message beside another one in a column; remove one")
                 messages = (message, *messages)
                 first += 1
-                if messages[1]["role"] == "system":
-                    raise DataError(f"{where} has a system message beside another one in a column; remove one")
         answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]
-        is_empty = [not ((messages[i]["content"] or "").strip() or messages[i].get("tool_calls")) for i in answers]
-        if not any(is_trained(messages[i]) for i in answers) or answers[0] == 0 or any(is_empty):
+        trained = [i for i in answers if is_trained(messages[i])]
+        empty = [i for i in answers if not (messages[i].get("tool_calls") or messages[i]["content"].strip())]
+        if empty or not trained or answers[0] == 0:
             raise DataError(
                 f"{where} has no answer to train, or an empty one; write one with role: {ANSWERS}, or set data.roles"
             )
         group = "\n".join(f"{message['role']}: {message['content']}" for message in messages[: answers[0]])
-        tools = read_objects(self._first(row, ("tools", "functions")) or [], "tools", where) or None
-        arguments = read_object(self._first(row, ("chat_template_kwargs",)), "chat_template_kwargs", where)
+        tools = read_objects(self._first(row, "tools", "functions") or [], "tools", where) or None
+        arguments = read_object(self._first(row, "chat_template_kwargs"), "chat_template_kwargs", where)
         return Conversation(where, messages[: answers[-1] + 1], answers[0], group, tools, arguments)
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the call of a tool with its arguments as an object, which OpenAI writes as JSON text."""
+    """Returns the call of a tool with its arguments as an object.
+
+    OpenAI writes arguments as JSON text, and puts them with the name into an object of their own, `function`.
+    """
     call = {key: value for key, value in call.items() if value is not None}
     if "function" in call:
         return {**call, "function": _call(read_object(call["function"], "a function", where), where)}
@@ -225,9 +252,10 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """Returns the text of a message, which may be a list of parts."""
+    """Returns the text of a message, whose content may be a list of parts."""
+    parts = content if isinstance(content, list) else [content]
     text = ""
-    for part in content if isinstance(content, list) else [content]:
+    for part in parts:
         if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
             part = part.get("text")
         if not isinstance(part, str):
@@ -237,7 +265,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def read_object(value: Any, name: str, where: str) -> dict[str, Any]:
-    """Returns an object, or that of a JSON text; an empty one for nothing."""
+    """Returns an object that is given as such or as JSON text, or an empty one for None and empty texts."""
     parsed = _parsed(value or {})
     if not isinstance(parsed, dict):
         raise DataError(f"{where} has {value!r:.60} for {name}; write an object, or its JSON text")
@@ -245,13 +273,15 @@ def read_object(value: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def read_objects(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Returns a list of objects, given as a list, as one object or as JSON text."""
-    parsed = _parsed(value)
-    return [read_object(item, name, where) for item in (parsed if isinstance(parsed, list) else [parsed])]
+    """Returns a list of objects that is given as such, as a single object, or as JSON text of either."""
+    items = _parsed(value)
+    if not isinstance(items, list):
+        items = [items]
+    return [read_object(item, name, where) for item in items]
 
 
 def _parsed(value: Any) -> Any:
-    """Returns what a text writes in JSON, or in Python's own form; other values, and other texts, as they are."""
+    """Returns the value that a text writes in JSON or as a Python literal; any other text or value unchanged."""
     if not isinstance(value, str):
         return value
     for read in (json.loads, ast.literal_eval):

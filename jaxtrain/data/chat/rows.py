@@ -17,6 +17,7 @@ from jaxtrain.config.data import PYTHON_DOCS, ChatData, added_tokens, gives_pair
 from jaxtrain.data.chat.conversation import ANSWERS, Conversation, RowReader, is_trained
 from jaxtrain.data.chat.templates import (
     ChatEncoder,
+    Rendered,
     Template,
     chat_format,
     compile_template,
@@ -39,16 +40,16 @@ from jaxtrain.data.tokenizer import (
 )
 from jaxtrain.errors import ConfigError, DataError
 
-# Formats in which a struct has every key in every row, null where the row said nothing.
+# Formats in which an object has the keys of all rows, null where its own row has no value.
 _COLUMNAR = ("parquet", "arrow")
-# Constant, so that the rows of a run are those of every other.
+# Constant, so that every run has the same rows in the same order.
 _ORDER_SEED = 20240602
-# Characters that are encoded at a time: enough for every core, few enough for their tokens as Python objects.
+# Characters that are encoded at a time: enough to occupy every core, few enough to hold their tokens in memory.
 _CHUNK_CHARACTERS = 2**20
 
 
 def _read_files(reader: RowReader, path: str | Sequence[str], key: str, *, pairs: bool) -> list[list[Conversation]]:
-    """Returns the conversation or the pair of each row; a file that is named twice counts once."""
+    """Returns the conversation of each row, or its pair of them; a file that is named twice is read once."""
     files = {}
     for name in [path] if isinstance(path, str) else path:
         for file in find_rows(name, what=key, one_format=False):
@@ -63,7 +64,7 @@ def _read_files(reader: RowReader, path: str | Sequence[str], key: str, *, pairs
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value of a columnar file without the keys that only other rows have."""
+    """Returns a value of a columnar file without the keys whose values are null."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, Mapping):
@@ -73,27 +74,28 @@ def _without_nulls(value: Any) -> Any:
 
 def documented() -> list[list[Conversation]]:
     """Returns a question about each function of the standard library, and the first paragraph of its docstring."""
-    return [[_asked(name, question, answer, question)] for name, question, answer in questions()]
+    return [[_dialogue(name, question, answer, question)] for name, question, answer in questions()]
 
 
 def _documented_pairs() -> list[list[Conversation]]:
-    """Returns questions with their own answer and that of another function; the two functions form a group."""
+    """Returns each question with its own answer and that of another function; the two functions form a group."""
     items = questions()
     pairs = []
     for first, second in zip(items[::2], items[1::2], strict=False):
+        group = first[0]
         for (name, question, answer), (_, _, wrong) in ((first, second), (second, first)):
-            pairs.append([_asked(name, question, answer, first[0]), _asked(name, question, wrong, first[0])])
+            pairs.append([_dialogue(name, question, text, group) for text in (answer, wrong)])
     return pairs
 
 
-def _asked(where: str, question: str, answer: str, group: str) -> Conversation:
+def _dialogue(where: str, question: str, answer: str, group: str) -> Conversation:
     messages = ({"role": "user", "content": question}, {"role": ANSWERS, "content": answer})
     return Conversation(where, messages, 1, group)
 
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """A conversation as tokens: int32 [num_tokens], and which are trained, bool [num_tokens]."""
+    """A conversation as tokens: `ids` int32 [num_tokens], and which of them are `trained`, bool [num_tokens]."""
 
     where: str
     ids: np.ndarray
@@ -103,64 +105,68 @@ class MaskedTokens:
 def masked_tokens(
     conversations: Sequence[Conversation], template: Template, encoder: ChatEncoder, *, train_on: str
 ) -> Iterator[MaskedTokens]:
-    """Encodes conversations and marks what is trained, as `ChatData.train_on` says."""
-    marked = ((one.where, *_marked(one, template, train_on=train_on)) for one in conversations)
-    for chunk in chunks(marked, lambda one: len(one[1]), most=_CHUNK_CHARACTERS):
-        encoded = encoder.encode([text for _, text, _ in chunk])
-        for (where, _, spans), found in zip(chunk, encoded, strict=True):
-            trained = np.zeros(len(found.ids), bool)
-            for start, stop in spans:
+    """Encodes conversations and marks the tokens that `ChatData.train_on` selects."""
+    marked = (_marked(conversation, template, train_on=train_on) for conversation in conversations)
+    for chunk in chunks(marked, lambda rendered: len(rendered.text), most=_CHUNK_CHARACTERS):
+        encoded = encoder.encode([rendered.text for rendered in chunk])
+        for rendered, tokens in zip(chunk, encoded, strict=True):
+            trained = np.zeros(len(tokens.ids), bool)
+            for start, stop in rendered.answers:
                 # A token that begins before the answer belongs to the prompt.
-                first, last = np.searchsorted(found.starts, (start, stop))
-                ends = first + np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
+                first, last = np.searchsorted(tokens.starts, (start, stop))
+                ends = np.flatnonzero(np.isin(tokens.ids[first:last], template.format.stop))
                 if not len(ends):
                     raise ConfigError(
                         f"the chat template {template.format.label} writes no stop token (id "
-                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({where}), so a "
-                        "model would never learn to stop; set data.stop to the token that it writes there"
+                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer "
+                        f"({rendered.where}), so a model would never learn to stop; set data.stop to the token that it "
+                        "writes there"
                     )
-                # What a template writes after the stop token (a line end) nobody generates.
-                trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
-            yield MaskedTokens(where, found.ids, trained)
+                # A model stops at the stop token: what a template writes after it (a line end) is not trained.
+                if train_on != "all" and not template.marks_answers:
+                    last = first + ends[-1] + 1
+                trained[first:last] = True
+            yield MaskedTokens(rendered.where, tokens.ids, trained)
 
 
-def _marked(conversation: Conversation, template: Template, *, train_on: str) -> tuple[str, Sequence[tuple[int, int]]]:
-    """Returns a conversation as text, and (start, end) in characters of what is trained."""
+def _marked(conversation: Conversation, template: Template, *, train_on: str) -> Rendered:
+    """Returns a conversation as text; `answers` are only those that are trained, or the whole text for all."""
     where = conversation.where
     messages = conversation.messages
     label = template.format.label
-    whole = render(template, conversation, prompt=False)
+    rendered = render(template, conversation, prompt=False)
+    text = rendered.text
     if train_on == "all":
         if not all(map(is_trained, messages)):
             raise ConfigError(
                 f"{where} has messages that are not trained (weight 0), which data.train_on=all would train"
             )
-        return whole.text, [(0, len(whole.text))]
-    said = [i for i, one in enumerate(messages) if one["role"] == ANSWERS]
-    answers = [i for i in said if i >= conversation.first and is_trained(messages[i])]
+        return replace(rendered, answers=((0, len(text)),))
+    answers = [i for i, message in enumerate(messages) if message["role"] == ANSWERS]
+    trained = [i for i in answers if i >= conversation.first and is_trained(messages[i])]
     if train_on == "last":
-        answers = answers[-1:]
+        trained = trained[-1:]
     if template.marks_answers:
-        if len(whole.answers) != len(said):
+        if len(rendered.answers) != len(answers):
             raise ConfigError(
-                f"the chat template {label} marks {len(whole.answers)} answers by {{% generation %}}, but {where} has "
-                f"{len(said)}; let it mark each message of role {ANSWERS} once"
+                f"the chat template {label} marks {len(rendered.answers)} answers by {{% generation %}}, but {where} "
+                f"has {len(answers)}; let it mark each message of role {ANSWERS} once"
             )
-        return whole.text, [whole.answers[said.index(i)] for i in answers]
+        return replace(rendered, answers=tuple(rendered.answers[answers.index(i)] for i in trained))
     spans = []
-    for i in answers:
+    for i in trained:
         before = render(template, replace(conversation, messages=messages[:i]), prompt=True).text
-        after = whole.text
+        after = text
         if i + 1 < len(messages):
             after = render(template, replace(conversation, messages=messages[: i + 1]), prompt=False).text
-        if not after.startswith(before) or not whole.text.startswith(after):
+        if not after.startswith(before) or not text.startswith(after):
             raise ConfigError(
                 f"the chat template {label} writes message {i + 1} of {where} differently if more messages follow, or "
                 "than its add_generation_prompt, so the answer cannot be located; mark answers by {% generation %} "
                 "(data.template), or try data.train_on=last"
             )
         spans.append((len(before), len(after)))
-    return whole.text, spans
+    return replace(rendered, answers=tuple(spans))
 
 
 def open_chat(
@@ -179,7 +185,7 @@ def open_chat(
     label = config.path if isinstance(config.path, str) else ", ".join(config.path)
     if label == PYTHON_DOCS:
         label = f"built-in {label}"
-    examples, sides, columns = _read(config, label, pairs=pairs)
+    examples, sides, columns = _read_examples(config, label, pairs=pairs)
     conversations = [conversation for example in examples for conversation in example]
     texts = (message["content"] or "" for chat in conversations for message in chat.messages)
     tokenizer = build_tokenizer(config.tokenizer, texts, special=added_tokens(config))
@@ -187,32 +193,39 @@ def open_chat(
     form = format_of_reading(reading) or chat_format(config, tokenizer)
     template = compile_template(form, today=datetime.date.fromisoformat(config.date))
     masked = list(masked_tokens(conversations, template, ChatEncoder(tokenizer), train_on=config.train_on))
-    max_tokens = sequence_length if pairs and task == "reward" else sequence_length + 1
+    max_tokens = sequence_length
+    # The last token is a target alone, except to a reward model, which scores it.
+    if not (pairs and task == "reward"):
+        max_tokens += 1
     kept, fitted, num_cut = _fit(masked, max_tokens=max_tokens, too_long=config.too_long, group_size=2 if pairs else 1)
-    # Numbers of the examples of each side among those that fit.
-    sides = [np.flatnonzero(np.isin(kept, side)) for side in sides]
-    if not len(sides[0]):
+    tokens = [conversation for example in fitted for conversation in example]
+    packing = config.packing and not pairs
+    padding = special_ids(tokenizer, config.tokenizer).padding or 0
+    sizes = np.array([len(conversation.ids) - 1 for conversation in tokens])
+    layout = []
+    parts = []
+    for side in sides:
+        # Numbers of its examples among those that fit.
+        numbers = np.flatnonzero(np.isin(kept, side))
+        rows = [[number] for number in numbers]
+        if packing:
+            rows = [numbers[row] for row in packed(sizes[numbers], sequence_length)]
+        layout += rows
+        parts.append(
+            ChatRows(
+                [[conversation for number in row for conversation in fitted[number]] for row in rows],
+                length=sequence_length,
+                padding=padding,
+                pairs=pairs,
+                packing=packing,
+            )
+        )
+    train, validation = parts
+    if not len(train):
         raise DataError(
             f"{label} has no conversation with an answer within {sequence_length:,} tokens to train on; raise "
             "data.sequence_length"
         )
-    tokens = [conversation for example in fitted for conversation in example]
-    packing = config.packing and not pairs
-    layouts = [side[:, None].tolist() for side in sides]
-    if packing:
-        sizes = np.array([len(conversation.ids) - 1 for conversation in tokens])
-        layouts = [[side[row].tolist() for row in packed(sizes[side], sequence_length)] for side in sides]
-    padding = special_ids(tokenizer, config.tokenizer).padding or 0
-    train, validation = (
-        ChatRows(
-            [[conversation for number in row for conversation in fitted[number]] for row in layout],
-            length=sequence_length,
-            padding=padding,
-            pairs=pairs,
-            packing=packing,
-        )
-        for layout in layouts
-    )
     counts = {
         "pairs" if pairs else "conversations": len(kept),
         "tokens": sum(len(conversation.ids) for conversation in tokens),
@@ -229,7 +242,7 @@ def open_chat(
         fingerprint={
             "kind": config.kind,
             "pairs": pairs,
-            "content_sha256": _digest(tokens, [row for layout in layouts for row in layout]),
+            "content_sha256": _digest(tokens, layout),
             "template_sha256": hashlib.sha256(form.source.encode()).hexdigest(),
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             "sequence_length": sequence_length,
@@ -248,12 +261,14 @@ def open_chat(
     )
 
 
-def _read(
+def _read_examples(
     config: ChatData, label: str, *, pairs: bool
 ) -> tuple[list[list[Conversation]], Sequence[np.ndarray], Mapping[str, bool]]:
-    """Returns conversations or pairs, the numbers of those for training and for evaluation, and the reader's columns.
+    """Reads the examples, which are lists of one conversation or of the two of a pair.
 
-    Those of equal prompts are on one side; the built-in answers are all different, and so are their questions.
+    Returns:
+        The examples, the numbers of those to train on and of those held out, and `RowReader.is_read`. Examples of one
+        group, such as those of equal prompts, are all trained on, or all held out.
     """
     reader = RowReader(config.columns or {}, config.roles or {})
     if config.path == PYTHON_DOCS:
@@ -272,13 +287,13 @@ def _read(
         )
         is_held_out = np.isin([numbers[group] for group in groups], held_out)
         sides = [np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)]
-    return examples, sides, reader.columns
+    return examples, sides, reader.is_read
 
 
 def _fit(
     conversations: Sequence[MaskedTokens], *, max_tokens: int, too_long: str, group_size: int
 ) -> tuple[list[int], list[list[MaskedTokens]], int]:
-    """Cuts or drops examples of more than `max_tokens`; `group_size` neighbours (2 for pairs) are one example.
+    """Cuts or drops examples of more than `max_tokens`; `group_size` conversations in a row are one example.
 
     Returns:
         The numbers of the examples that fit, their conversations, and how many of them were cut.
@@ -316,40 +331,39 @@ def _fit(
 
 
 def packed(sizes: np.ndarray, length: int) -> list[list[int]]:
-    """Distributes conversations of these sizes over few rows of `length` places; returns those of each row.
+    """Distributes conversations of these sizes over rows of `length` tokens; returns the conversations of each row.
 
     The largest goes first, each into the fullest row that has room; rows are in an order that looks random and is
     always the same.
     """
     rows: list[list[int]] = []
-    rooms: list[int] = []  # ascending, the rooms that some row has
-    with_room: dict[int, list[int]] = {}
+    rows_with_room: list[list[int]] = [[] for _ in range(length + 1)]
+    rooms: list[int] = []  # the rooms that some row has, ascending
     for number in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[number])
-        place = bisect.bisect_left(rooms, size)
-        if place == len(rooms):
-            room, row = length, len(rows)
+        smallest = bisect.bisect_left(rooms, size)
+        if smallest == len(rooms):
+            rooms.append(length)
+            rows_with_room[length].append(len(rows))
             rows.append([])
-        else:
-            room = rooms[place]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del rooms[place], with_room[room]
+        room = rooms[smallest]
+        row = rows_with_room[room].pop()
         rows[row].append(number)
-        left = room - size
-        if left not in with_room:
-            bisect.insort(rooms, left)
-            with_room[left] = []
-        with_room[left].append(row)
-    # Neighbours are of one length, which batches without shuffling would show.
+        if not rows_with_room[room]:
+            del rooms[smallest]
+        room -= size
+        if not rows_with_room[room]:
+            bisect.insort(rooms, room)
+        rows_with_room[room].append(row)
+    # Consecutive rows hold conversations of similar sizes; batches that are not shuffled should not.
     return [rows[i] for i in np.random.default_rng(_ORDER_SEED).permutation(len(rows))]
 
 
 class ChatRows(Rows):
-    """Rows of `length` tokens, filled up with places of weight 0.
+    """Rows of `length` tokens; `padding` of weight 0 follows the last conversation of a row.
 
-    A packed row holds several conversations: its inputs are `tokens`, `segments` (1, 2, ..., and 0 after the last) and
-    `positions` in each. Another row holds one conversation, or both of a pair [2, L].
+    With `packing` a row holds several conversations: its inputs are `tokens`, `segments` (1, 2, ..., and 0 after the
+    last) and `positions` in each. Otherwise it holds one conversation, or with `pairs` both of a pair [2, L].
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Chat templates: where they come from, how they write conversations, and which of the tokens are trained.
 
-A template is code of whoever published the model: jinja2 runs it in a sandbox. It may say itself what a model writes
-(`{% generation %}`). Otherwise an answer is what a conversation up to it has more than the conversation before it, the
-beginning of an answer included that a template writes where the model goes on.
+A template is code of whoever published the model: jinja2 runs it in a sandbox. It may mark what a model writes
+(`{% generation %}`). Otherwise an answer is the text that a conversation which ends with it has in addition to the
+prompt, where the prompt ends with the beginning of an answer (`add_generation_prompt`).
 """
 
 import datetime
@@ -35,10 +35,10 @@ from jaxtrain.data.tokenizer import (
     json_beside,
     special_names,
 )
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError, DataError, first_line
 from jaxtrain.interop.formats.chat_template import read_template, with_tool_use
 
-# Templates that need no file: turns between two tokens, and the texts one after another.
+# Templates that need no file: each message between two tokens, or the texts one after another.
 BUILT_IN = {
     "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -46,11 +46,12 @@ BUILT_IN = {
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}",
 }
 # Folder of a run, beside its tokenizer, with the small files of the published model that it started from.
-_OF_A_RUN = "published"
+_PUBLISHED_FOLDER = "published"
 _KIND = "chat"
 
-# Unicode guarantees that these are no characters of any text.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+# Put before and after what a model writes. Unicode guarantees that no text holds these characters.
+_OPEN = "\ufdd0"
+_CLOSE = "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 _MARKED_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -59,7 +60,8 @@ _MARKED_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatFormat:
     """How conversations become text.
 
-    `tokens` are name (eos_token) -> text, as the template (`source`) uses them; a model stops at the ids `stop`.
+    `source` is the template, and `label` names it in messages. `tokens` are the special tokens that it uses, name
+    (eos_token) -> text. A model stops at the ids `stop`.
     """
 
     source: str
@@ -69,19 +71,27 @@ class ChatFormat:
 
     def to_reading(self) -> dict[str, Any]:
         """Returns the format as JSON values, for `Data.reading`."""
-        stop = list(self.stop)
-        return {"kind": _KIND, "template": self.source, "label": self.label, "tokens": dict(self.tokens), "stop": stop}
+        return {
+            "kind": _KIND,
+            "template": self.source,
+            "label": self.label,
+            "tokens": dict(self.tokens),
+            "stop": list(self.stop),
+        }
 
 
 def format_of_reading(reading: Mapping[str, Any] | None) -> ChatFormat | None:
-    """Returns the format that a run kept in its `Data.reading`; None: it is no run on chats."""
+    """Returns the format that a run recorded in its `Data.reading`, or None if the run is not on chats."""
     if reading is None or reading.get("kind") != _KIND:
         return None
     return ChatFormat(reading["template"], reading["label"], reading["tokens"], tuple(reading["stop"]))
 
 
 def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
-    """Finds the format of a config: its template, else that beside the tokenizer's file, else chatml."""
+    """Returns the format of a config.
+
+    The template is `data.template`, else the one beside the tokenizer's file, else chatml for tokenizers without one.
+    """
     path = config.tokenizer.path or ""
     name = config.template
     files = {}
@@ -103,57 +113,60 @@ def chat_format(config: ChatData, tokenizer: NamedTokens) -> ChatFormat:
         file = require_file(name, what="data.template (a file, chatml or plain)")
         form = ChatFormat(file.read_text("utf-8"), name, tokens, stop)
     if config.stop is not None:
-        named = tokenizer.token_id(config.stop)
-        form = replace(form, stop=() if named is None else (named,))
+        stop_id = tokenizer.token_id(config.stop)
+        form = replace(form, stop=() if stop_id is None else (stop_id,))
     if not form.stop:
         raise ConfigError(f"the tokenizer has no stop token (data.stop={config.stop}); set its name")
     return form
 
 
 def files_beside(tokenizer: Path) -> dict[str, str]:
-    """Returns name -> text of the files of a published model, or of its copy in a run, that say how it chats."""
-    kept = tokenizer.expanduser().parent / _OF_A_RUN
-    if kept.is_dir():
-        tokenizer = kept / "tokenizer.json"
+    """Returns name -> text of the files that describe the chats of a published model, or of their copy in a run."""
+    tokenizer = tokenizer.expanduser()
+    copy = tokenizer.parent / _PUBLISHED_FOLDER
+    if copy.is_dir():
+        tokenizer = copy / "tokenizer.json"
     files = tokenizers.files_beside(tokenizer)
     if TEMPLATE_FILE in files:
-        files[TEMPLATE_FILE] = read_template(tokenizer.expanduser().parent)
+        files[TEMPLATE_FILE] = read_template(tokenizer.parent)
     return files
 
 
 def published_format(files: Mapping[str, str], where: str, tokenizer: NamedTokens) -> ChatFormat | None:
-    """Returns the format that `files_beside` describe (`where` names them); None: they hold no template."""
+    """Returns the format that `files_beside` describe (`where` in messages), or None if they hold no template."""
     source = files.get(TEMPLATE_FILE)
     label = TEMPLATE_FILE
     if source is None:
         label = f"of {where}"
         source = json_beside(files, SETTINGS_FILE).get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default") and with_tool_use(named["default"], named.get("tool_use"))
+        sources = {entry.get("name"): entry.get("template") for entry in source}
+        source = sources.get("default") and with_tool_use(sources["default"], sources.get("tool_use"))
     if source is None:
         return None
     return ChatFormat(source, label, *published_tokens(files, tokenizer))
 
 
 def published_tokens(files: Mapping[str, str], tokenizer: NamedTokens) -> tuple[dict[str, str], tuple[int, ...]]:
-    """Returns name (bos_token) -> text of the special tokens of `files_beside`, and the ids at which the model stops.
+    """Returns name (bos_token) -> text of the special tokens, and the ids at which the model stops.
 
-    No files: the tokenizer was made for a run.
+    Both follow from `files_beside`, or without files from the tokenizer, which was then made for a run.
     """
     if files:
         tokens = special_names(files)
     else:
-        known = {"bos_token": TURN_BEGINS, "eos_token": TURN_ENDS}
-        tokens = {name: token for name, token in known.items() if tokenizer.token_id(token) is not None}
-    ends = json_beside(files, GENERATION_FILE).get("eos_token_id")
-    ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.token_id(tokens.get("eos_token", ""))]
-    return tokens, tuple(dict.fromkeys(one for one in ends if one is not None))
+        tokens = {"bos_token": TURN_BEGINS, "eos_token": TURN_ENDS}
+        tokens = {name: token for name, token in tokens.items() if tokenizer.token_id(token) is not None}
+    stop = json_beside(files, GENERATION_FILE).get("eos_token_id")
+    if not isinstance(stop, list):
+        stop = [stop]
+    stop = dict.fromkeys([*stop, tokenizer.token_id(tokens.get("eos_token", ""))])
+    return tokens, tuple(number for number in stop if number is not None)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A template that is ready to render; `marks_answers`: it says itself what a model writes, `{% generation %}`."""
+    """A template that is ready to render; `marks_answers` if it marks what a model writes by `{% generation %}`."""
 
     compiled: jinja2.Template
     format: ChatFormat
@@ -162,18 +175,22 @@ class Template:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text; `answers` are (start, end) in characters of the blocks that the template marks."""
+    """A conversation as text, from `where` (file and line).
 
+    `answers` are (start, end) in characters of what a model writes, as far as the template marks it.
+    """
+
+    where: str
     text: str
     answers: tuple[tuple[int, int], ...]
 
 
 class _RefusedError(Exception):
-    """What a template raises by `raise_exception`."""
+    """Raised by a template that calls `raise_exception`."""
 
 
 class _AnswerBlocks(Extension):
-    """`{% generation %} ... {% endgeneration %}`: puts marks around what stands inside."""
+    """The block `{% generation %} ... {% endgeneration %}`, whose text is put between two marks."""
 
     tags: ClassVar = {"generation"}
 
@@ -188,11 +205,11 @@ class _AnswerBlocks(Extension):
 
 
 def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
-    """Compiles a template, which may ask for today; a ConfigError names the line of an error of syntax."""
+    """Compiles a template, which may ask for the date; a ConfigError names the line of an error of syntax."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _AnswerBlocks]
     )
-    # Without the escapes for HTML that the filter of jinja2 makes.
+    # The filter of jinja2 would escape characters for HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = today.strftime
@@ -200,7 +217,7 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
         compiled = environment.from_string(format.source)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template {format.label} has an error in line {error.lineno}: {_reason(error)}; fix it, or "
+            f"the chat template {format.label} has an error in line {error.lineno}: {first_line(error)}; fix it, or "
             "set data.template to another"
         ) from None
     return Template(compiled, format, _MARKED_BLOCK.search(format.source) is not None)
@@ -209,7 +226,9 @@ def compile_template(format: ChatFormat, *, today: datetime.date) -> Template:
 def render(template: Template, conversation: Conversation, *, prompt: bool) -> Rendered:
     """Writes a conversation as text; with `prompt` it ends where the answer begins (`add_generation_prompt`).
 
-    The template may refuse the messages, such as for the order of their roles (DataError), or fail (ConfigError).
+    Raises:
+        DataError: The template refuses the messages, such as for the order of their roles.
+        ConfigError: The template fails.
     """
     try:
         text = template.compiled.render(
@@ -220,67 +239,63 @@ def render(template: Template, conversation: Conversation, *, prompt: bool) -> R
             **conversation.arguments,
         )
     except Exception as error:  # a template is somebody's code, and may fail in any way
-        if isinstance(error, _RefusedError):
-            kind, why = DataError, "refuses the conversation"
-        else:
-            kind, why = ConfigError, f"fails: {type(error).__name__}"
         label = f"{conversation.where}: the chat template {template.format.label}"
-        raise kind(f"{label} {why}: {_reason(error)}; fix it, or data.template") from None
+        remedy = f"{first_line(error)}; fix it, or data.template"
+        if isinstance(error, _RefusedError):
+            raise DataError(f"{label} refuses the conversation: {remedy}") from None
+        raise ConfigError(f"{label} fails: {type(error).__name__}: {remedy}") from None
     if not template.marks_answers:
-        return Rendered(text, ())
-    # Every other part stands inside of marks.
+        return Rendered(conversation.where, text, ())
+    # Parts 1, 3, ... stand between marks.
     parts = _MARKS.split(text)
     ends = np.cumsum([len(part) for part in parts]).tolist()
-    return Rendered("".join(parts), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))
+    return Rendered(conversation.where, "".join(parts), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))
 
 
 def _refuse(message: str) -> str:
     raise _RefusedError(message)
 
 
-def _reason(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "it gives no reason")[:300]
-
-
 @dataclass(frozen=True)
 class Encoded:
-    """A text as tokens: int32 [num_tokens], and int64 [num_tokens], the character at which each begins."""
+    """A text as tokens: `ids` int32 [num_tokens], and `starts` int64 [num_tokens], the first character of each."""
 
     ids: np.ndarray
     starts: np.ndarray
 
 
 class ChatEncoder:
-    """Encodes rendered chats: special tokens that the template writes are read.
+    """Encodes rendered chats; text that spells a special token becomes that token.
 
-    Elsewhere text that spells a special token is data (`BpeTokenizer`); a template has no other way to write one.
+    Elsewhere such text is data (`BpeTokenizer`), but a template has no other way to write a special token.
     """
 
     def __init__(self, tokenizer: ByteTokenizer | BpeTokenizer):
-        self._bytes = tokenizer if isinstance(tokenizer, ByteTokenizer) else None
+        self._tokenizer = tokenizer
         if isinstance(tokenizer, ByteTokenizer):
-            # The longest name first, where one begins another; without a name, what matches nothing.
+            # The longest name first, as it may begin with another one; (?!) matches nothing.
             names = sorted(tokenizer.special, key=len, reverse=True)
             self._special = re.compile(("|".join(map(re.escape, names)) or "(?!)").encode())
             return
         from tokenizers import Tokenizer
 
-        # A copy: that of the run goes on reading such text as data.
+        # A copy, because the run's own tokenizer reads such text as data.
         self._model: Any = Tokenizer.from_str(tokenizer.to_json())
         self._model.encode_special_tokens = False
-        # Nothing is added to a template's text, and a post-processor may leave spaces out of where a token begins.
+        # Nothing is added to a template's text, and a post-processor may leave spaces out of the start of a token.
         self._model.post_processor = None
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
         """Yields the tokens of each text; none is added at its beginning or end."""
-        if self._bytes is not None:
-            yield from (self._encode_bytes(self._bytes, text) for text in texts)
+        if isinstance(self._tokenizer, ByteTokenizer):
+            for text in texts:
+                yield self._encode_bytes(self._tokenizer, text)
             return
         with tokenizers.encoding():
             encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
-        for found in encoded:
-            starts = np.fromiter((start for start, _ in found.offsets), np.int64, len(found.ids))
-            yield Encoded(np.array(found.ids, np.int32), starts)
+        for encoding in encoded:
+            starts = [start for start, _ in encoding.offsets]
+            yield Encoded(np.array(encoding.ids, np.int32), np.array(starts, np.int64))
 
     def _encode_bytes(self, tokenizer: ByteTokenizer, text: str) -> Encoded:
         ids = tokenizer.encode(text)

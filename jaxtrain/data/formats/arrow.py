@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.data.files import reading
 from jaxtrain.data.formats.reader import Cells, Column, by_part, check_columns
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, first_line
 
 # Decoded row groups that stay in memory, of all Parquet files together: the last used ones, but at least one.
 _GROUP_BYTES = 256 * 2**20
@@ -53,7 +53,7 @@ class _TableReader:
             return column[place].as_py()
         except (ValueError, OverflowError, NotImplementedError) as error:  # no UTF-8, a time beyond those of Python
             where = self.name_of(int(self._starts[part]) + place)
-            reason = "text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).splitlines()[0]
+            reason = "text is not UTF-8" if isinstance(error, UnicodeDecodeError) else first_line(error)
             raise DataError(f"{where} column '{name}' cannot be read ({reason}); fix or remove the row") from None
 
 

@@ -27,7 +27,7 @@ from jaxtrain.data.formats.open import (
 )
 from jaxtrain.data.formats.reader import Cells, Reader, missing_column
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -297,7 +297,7 @@ def read_part(name: str, content: Any, choose_box: Callable[[int, int], Box], *,
         box = left * x, top * y, min(right * x, pixels.width), min(bottom * y, pixels.height)
         return pixels.resize((size, size), Image.Resampling.BILINEAR, box=box)
     except Exception as error:  # Pillow's readers raise a dozen types of errors for a damaged file.
-        reason = (str(error).replace(name, "the file").splitlines() or [type(error).__name__])[0]
+        reason = first_line(error).replace(name, "the file")
         raise DataError(f"image {name} cannot be decoded ({reason}); repair or remove it") from None
 
 

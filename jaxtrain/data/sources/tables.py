@@ -4,7 +4,7 @@ import hashlib
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from jaxtrain.data.sources.builtin import scikit_learn
 from jaxtrain.errors import DataError
 
 _BUILTIN = "builtin:"
-# What pandas writes of the numbers of its rows, by which a table in the order of its classes is learned by heart.
+# Columns in which pandas writes the numbers of the rows: they tell the class of a row in a table sorted by class.
 _INDEX = re.compile(r"|__index_level_\d+__")
-# What pandas calls a column without a name, such as those numbers once they were read again.
+# What pandas calls a column without a name, such as one with the numbers of the rows that it reads.
 _UNNAMED = re.compile(r"Unnamed: \d+(\.\d+)*")
 _MAX_CLASSES = 1000
 # A column of integers holds classes where it has few distinct values with several rows each, and quantities where most
@@ -50,50 +50,60 @@ _SAY_TASK = "set task=regression and data.task=regression, or task=classificatio
 class _Table:
     """A table as it was read: `inputs` float64 [N, D], `targets` texts or numbers, [N] or [N, K].
 
-    `are_classes`: whether the targets are; None: their values decide. `columns` name the inputs, where the file does.
+    `are_classes` is whether the targets are classes, or None if the source leaves that open. `columns` are the names
+    of the inputs, or None if they have none.
     """
 
     label: str
     inputs: np.ndarray
     targets: np.ndarray
-    are_classes: bool | None
+    are_classes: bool | None = None
     columns: tuple[str, ...] | None = None
 
 
 def open_table(config: TableData, *, task: str | None = None, reading: Mapping[str, Any] | None = None) -> Data:
-    """Reads a table; `reading` has the scales and class names of the rows that a model was trained on.
+    """Reads a table; `reading` holds the scales and class names of the table that a model was trained on.
 
-    Under the task "regression", integers that could be classes are numbers; under "classification", which shipped
-    configs set, the values decide.
+    The task of the run decides about `data.task=None` only if it is "regression": integers that could be classes are
+    then numbers. Under "classification", which shipped configs set, the values decide.
 
     Returns:
         Rows of inputs float32 [D], and targets int32 [] for classes or float32 [K] for numbers.
     """
-    reading = reading if reading is not None and reading.get("kind") == "table" else None
+    if reading is not None and reading.get("kind") != "table":
+        reading = None
     table = _read(config, task=task, reading=reading)
-    targets, names, offset = _targets(table, reading=reading)
-    sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
-    train = sides[0]
-    mean = deviation = None
-    units: tuple[Any, Any] = (None, None)
-    if reading is not None:
-        mean, deviation = reading["mean"], reading["deviation"]
-        units = (reading.get("target_mean"), reading.get("target_deviation"))
-    elif config.standardize:
-        mean, deviation = (each.tolist() for each in _moments(table.inputs[train]))
-        # A constant column becomes 0, because it holds no information.
-        deviation = [each or 1.0 for each in deviation]
-        if names is None:
-            center, spread = _moments(targets[train].astype(np.float64))
-            units = ((center + offset.get("target_offset", 0.0)).tolist(), spread.tolist())
-    if mean is None:
-        check_differences(table.inputs, f"{table.label} input")
-    inputs = _scaled(table.inputs, mean, deviation, label=table.label)
-    if names is None:
-        num_outputs = targets.shape[1]
-        kind = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
+    names: list[str] | None = None
+    offset: dict[str, list[float]] = {}
+    if _are_classes(table, config, task, reading):
+        known = None if reading is None else reading["classes"]
+        targets, names = _number_classes(table.targets, table.label, known=known)
     else:
-        num_outputs = len(names)
+        values = table.targets.astype(np.float64).reshape(len(table.targets), -1)
+        values, offset = without_offset(values, reading, label=table.label)
+        targets = _as_float32(values, f"{table.label} target")
+    sides = split_examples(len(targets), validation_fraction=config.validation_fraction, label=table.label)
+    train, _ = sides
+    # Mean and standard deviation [D] of the inputs and [K] of the numbers to predict, over the training rows. The
+    # numbers themselves stay in the units of the table.
+    scales: dict[str, Any] = dict.fromkeys(("mean", "deviation", "target_mean", "target_deviation"))
+    if reading is not None:
+        scales = {key: reading.get(key) for key in scales}
+    elif config.standardize:
+        mean, deviation = _moments(table.inputs[train])
+        scales["mean"] = mean.tolist()
+        # A constant column holds no information: it becomes 0.
+        scales["deviation"] = np.where(deviation == 0, 1.0, deviation).tolist()
+        if names is None:
+            mean, deviation = _moments(targets[train].astype(np.float64))
+            scales["target_mean"] = (mean + offset.get("target_offset", 0.0)).tolist()
+            scales["target_deviation"] = deviation.tolist()
+    if scales["mean"] is None:
+        check_differences(table.inputs, f"{table.label} input")
+    inputs = scaled_like(scales, table.inputs, label=table.label)
+    num_outputs = targets.shape[1] if names is None else len(names)
+    kind = f"regression of {num_outputs} column{'s' if num_outputs > 1 else ''}"
+    if names is not None:
         kind = f"classification into {num_outputs} classes ({few(names)})"
     columns = [{"inputs": inputs[side], "targets": targets[side]} for side in sides]
     return example_data(
@@ -103,7 +113,7 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
             "content_sha256": hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest(),
             "standardize": config.standardize,
             # What a model's outputs are scaled by.
-            **({} if units[0] is None else {"target_mean": units[0], "target_deviation": units[1]}),
+            **{key: scales[key] for key in ("target_mean", "target_deviation") if scales[key] is not None},
         },
         description=(f"{table.label}: {inputs.shape[1]} input columns, {kind}",),
         num_outputs=num_outputs,
@@ -111,33 +121,25 @@ def open_table(config: TableData, *, task: str | None = None, reading: Mapping[s
         reading={
             "kind": "table",
             "classes": names,
-            "mean": mean,
-            "deviation": deviation,
-            # Of the numbers to predict, over the training rows; their units stay those of the table.
-            "target_mean": units[0],
-            "target_deviation": units[1],
+            **scales,
             **offset,
-            # By which other files are read, whatever the order of their columns is.
+            # Other files are read by these names, whatever the order of their columns is.
             "columns": None if table.columns is None else list(table.columns),
         },
     )
 
 
-def scaled_like(reading: Mapping[str, Any], inputs: np.ndarray, *, label: str) -> np.ndarray:
-    """Scales rows [N, D], in their own units, as those of the table whose `Data.reading` is given: float32 [N, D]."""
-    return _scaled(inputs.astype(np.float64), reading["mean"], reading["deviation"], label=label)
-
-
-def _scaled(inputs: np.ndarray, mean: Any, deviation: Any, *, label: str) -> np.ndarray:
-    if mean is not None:
-        _check_columns(label, inputs.shape[1], len(mean))
-        inputs = (inputs - np.array(mean)) / np.array(deviation)
+def scaled_like(scales: Mapping[str, Any], inputs: np.ndarray, *, label: str) -> np.ndarray:
+    """Scales rows [N, D], in their own units, by `mean` and `deviation` of a `Data.reading`: float32 [N, D]."""
+    if scales["mean"] is not None:
+        _check_columns(label, inputs.shape[1], len(scales["mean"]))
+        inputs = (inputs - np.array(scales["mean"])) / np.array(scales["deviation"])
     return _as_float32(inputs, f"{label} input")
 
 
-def _check_columns(label: str, found: int, trained: int) -> None:
-    if found != trained:
-        raise DataError(f"{label} has {found} input columns, the run was trained on {trained}; give the same ones")
+def _check_columns(label: str, count: int, trained: int) -> None:
+    if count != trained:
+        raise DataError(f"{label} has {count} input columns, the run was trained on {trained}; give the same ones")
 
 
 def _as_float32(values: np.ndarray, what: str) -> np.ndarray:
@@ -150,109 +152,134 @@ def _as_float32(values: np.ndarray, what: str) -> np.ndarray:
 
 def _moments(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean and standard deviation [D] of numbers [N, D]; of a constant column its value and 0."""
-    # Rounding would give it a mean beside its value and a deviation above 0.
-    lowest, is_constant = numbers.min(axis=0), np.ptp(numbers, axis=0) == 0
-    return np.where(is_constant, lowest, numbers.mean(axis=0)), np.where(is_constant, 0.0, numbers.std(axis=0))
+    # Rounding would move the mean of a constant column, and give it a deviation above 0.
+    is_constant = np.ptp(numbers, axis=0) == 0
+    mean = np.where(is_constant, numbers[0], numbers.mean(axis=0))
+    return mean, np.where(is_constant, 0.0, numbers.std(axis=0))
 
 
 def _read(config: TableData, *, task: str | None, reading: Mapping[str, Any] | None) -> _Table:
     if config.path.startswith(_BUILTIN):
-        table = _read_builtin(config.path.removeprefix(_BUILTIN))
-    elif config.path.lower().endswith(".npz"):
-        table = _read_npz(require_file(config.path, what="data.path"))
-    else:
-        chosen = config.task or task
-        if reading is not None and reading.get("columns"):
-            config = config.model_copy(update={"columns": tuple(reading["columns"])})
-        # Where numbers are wanted, a text is a bad row.
-        as_numbers = chosen == "regression" if reading is None else reading["classes"] is None
-        table = _read_rows(config, as_numbers=as_numbers, keeps_codes=reading is not None)
-        if reading is None and config.task is None and table.targets.dtype.kind == "U":
-            _check_not_mixed(table)
+        return _read_builtin(config.path.removeprefix(_BUILTIN))
+    if config.path.lower().endswith(".npz"):
+        return _read_npz(require_file(config.path, what="data.path"))
+    if reading is None:
+        return _read_rows(config, as_numbers=(config.task or task) == "regression", keeps_codes=False)
+    if reading.get("columns"):
+        config = config.model_copy(update={"columns": tuple(reading["columns"])})
+    return _read_rows(config, as_numbers=reading["classes"] is None, keeps_codes=True)
+
+
+def _are_classes(table: _Table, config: TableData, task: str | None, reading: Mapping[str, Any] | None) -> bool:
+    """Returns whether targets are classes; a DataError if neither a setting nor the values decide."""
     if reading is not None:
-        return replace(table, are_classes=reading["classes"] is not None)
+        return reading["classes"] is not None
     if config.task is not None:
-        return replace(table, are_classes=config.task == "classification")
-    return replace(table, are_classes=False) if task == "regression" and table.are_classes is None else table
+        return config.task == "classification"
+    if table.are_classes is not None:
+        return table.are_classes
+    values = table.targets
+    if task == "regression" or values.ndim > 1:
+        return False
+    if values.dtype.kind == "U":
+        _check_not_mixed(table)
+        return True
+    if values.dtype.kind == "f" and not np.all(values == np.round(values)):
+        return False
+    distinct = len(np.unique(values))
+    if distinct * _ROWS_PER_CLASS > len(values) or distinct > _MAX_CLASSES:
+        return False
+    if distinct <= _CERTAIN_CLASSES:
+        return True
+    raise DataError(
+        f"{table.label} has {distinct} distinct integers as targets of {len(values)} rows, which could be quantities "
+        f"or classes; {_SAY_TASK}"
+    )
 
 
 def _read_rows(config: TableData, *, as_numbers: bool, keeps_codes: bool) -> _Table:
     """Reads the columns of files of rows into memory.
 
-    With `as_numbers` a target that is no number is an error; with `keeps_codes` 01 and 1 of a CSV file stay apart, for
-    classes that a model was trained on.
+    With `as_numbers` a target that is not a number is an error. With `keeps_codes` the texts 01 and 1 of a CSV file
+    are different targets, as the classes that a model was trained on may be.
     """
     files = find_rows(config.path, what="data.path")
     target, names = _chosen_columns(config, files)
     classes = None if as_numbers else named_classes(files[0], target)
-    wanted = [*(("columns" if config.columns else None, name) for name in names), ("target", target)]
-    values, targets = array("d"), []
-    for where, row in pass_over_files(files, wanted):
+    key = "columns" if config.columns else None
+    values = array("d")
+    targets = []
+    for where, row in pass_over_files(files, [*((key, name) for name in names), ("target", target)]):
         values.extend(number_of(row[name], where=where, column=name) for name in names)
         value = with_names(row[target], classes)
         if classes is not None and isinstance(value, int):
             raise wrong_value(value, "a class that the file names", where=where, column=target)
         targets.append(_target(value, where=where, column=target, as_numbers=as_numbers))
-    if files[0].format == "csv" and not (as_numbers or keeps_codes):
-        found = [number_in(text) for text in targets]
-        targets = targets if None in found else found  # a column of numbers alone: 01 is 1
+    if files[0].format == "csv" and not as_numbers and not keeps_codes:
+        numbers = [number_in(text) for text in targets]
+        if None not in numbers:
+            targets = numbers
     inputs = np.array(values, np.float64).reshape(len(targets), len(names))
-    numbers = np.arange(len(inputs))
-    index = [
-        name
-        for name, column in zip(names, inputs.T, strict=True)
-        if _UNNAMED.fullmatch(name) and np.array_equal(np.sort(column), numbers)
-    ]
-    if index and config.columns is None:
-        add_note(f"{config.path}: {few(index)} numbers the rows and is left out")
-        inputs = inputs[:, [name not in index for name in names]]
-        names = tuple(name for name in names if name not in index)
-    return _Table(config.path, inputs, _array(targets), None, names)
-
-
-def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, tuple[str, ...]]:
-    """Returns the column to predict and the input columns."""
-    there, file = list(next(pass_over_files(files, None))[1]), str(files[0].path)
-    _check_header(file, there, files[0].format, least=2)
-    usual = [name for name in there if not _INDEX.fullmatch(name)]
-    target = usual[-1] if config.target is None else _named(config.target, there)
     if config.columns is None:
-        columns = tuple(name for name in usual if name != target)
-    else:
-        columns = tuple(_named(name, there) for name in config.columns)
-    for key, name in [("target", target), *(("columns", name) for name in columns)]:
-        if name not in there:
-            raise missing_column(file, key, name, there)
-    if target in columns:
-        raise DataError(f"{file}: '{target}' is both an input and the target; set data.target or data.columns")
-    return target, columns
+        row_numbers = np.arange(len(inputs))
+        index = []
+        for i, name in enumerate(names):
+            if _UNNAMED.fullmatch(name) and np.array_equal(np.sort(inputs[:, i]), row_numbers):
+                index.append(i)
+        if index:
+            add_note(f"{config.path}: {few([names[i] for i in index])} numbers the rows and is left out")
+            inputs = np.delete(inputs, index, axis=1)
+            names = np.delete(names, index).tolist()
+    return _Table(config.path, inputs, _array(targets), columns=tuple(names))
 
 
-def _check_header(file: str, there: Sequence[str], format: str, *, least: int) -> None:
-    if len(there) < least or (format == "csv" and all(number_in(name) is not None for name in there)):
-        raise DataError(f"{file}:1 holds {few(there)}; the first line must name the columns, at least {least}")
+def _chosen_columns(config: TableData, files: Sequence[DataFile]) -> tuple[str, list[str]]:
+    """Returns the column to predict and the input columns."""
+    header = list(next(pass_over_files(files, None))[1])
+    file = str(files[0].path)
+    _check_header(file, header, files[0].format, least=2)
+    columns = [name for name in header if not _INDEX.fullmatch(name)]
+    target = columns[-1]
+    if config.target is not None:
+        target = _find_column("target", config.target, file, header)
+    if config.columns is not None:
+        columns = [_find_column("columns", name, file, header) for name in config.columns]
+        if target in columns:
+            raise DataError(f"{file}: '{target}' is both an input and the target; set data.target or data.columns")
+    return target, [name for name in columns if name != target]
 
 
-def _named(name: str, there: Sequence[str]) -> str:
-    return name if name in there else name.strip()
+def _find_column(key: str, name: str, file: str, header: Sequence[str]) -> str:
+    """Returns the name of a column in the header, which has no spaces around it."""
+    for column in (name, name.strip()):
+        if column in header:
+            return column
+    raise missing_column(file, key, name.strip(), header)
+
+
+def _check_header(file: str, header: Sequence[str], format: str, *, least: int) -> None:
+    if len(header) < least or (format == "csv" and all(number_in(name) is not None for name in header)):
+        raise DataError(f"{file}:1 holds {few(header)}; the first line must name the columns, at least {least}")
 
 
 def _target(value: Any, *, where: str, column: str, as_numbers: bool) -> float | str:
-    """Returns a target: a text without spaces around it, or a number, whole ones as int."""
-    is_text = isinstance(value, str) and value.strip().lower() not in ("", "nan")
-    number = number_in(value) if isinstance(value, str) else exact_number(value)
-    if is_text and not as_numbers:
-        return plain_name(value)
-    if number is not None:
-        return number
-    wanted = "a number (or a class: task=classification and data.task=classification)"
-    raise wrong_value(value, wanted, where=where, column=column)
+    """Returns a target as a text without spaces around it, or as a number, an int if it is an integer."""
+    if isinstance(value, str):
+        if not as_numbers and value.strip().lower() not in ("", "nan"):
+            return plain_name(value)
+        number = number_in(value)
+    else:
+        number = exact_number(value)
+    if number is None:
+        wanted = "a number (or a class: task=classification and data.task=classification)"
+        raise wrong_value(value, wanted, where=where, column=column)
+    return number
 
 
 def _array(values: Sequence[Any]) -> np.ndarray:
-    """Returns targets as an array [N]; beside a text, a number is the class of its text.
+    """Returns targets as an array [N], of texts if any is a text.
 
-    Numbers are int64 (beyond it Python's int) where all are whole, so that no two become one, and float64 otherwise.
+    Integers are int64 (Python's int beyond it), so that no two become equal; numbers are float64 otherwise.
     """
     if any(isinstance(value, str) for value in values):
         return np.array([str(value) for value in values])
@@ -265,49 +292,21 @@ def _array(values: Sequence[Any]) -> np.ndarray:
 
 
 def _check_not_mixed(table: _Table) -> None:
-    """Raises a DataError where most targets are numbers that would be quantities but for a few texts, such as NA."""
-    numbers = [number for text in table.targets.tolist() if (number := number_in(text)) is not None]
-    if 2 * len(numbers) <= len(table.targets) or len(set(numbers)) * _ROWS_PER_CLASS <= len(numbers):
+    """Raises a DataError if texts would be quantities, all of them or without a few, such as NA."""
+    texts = table.targets.tolist()
+    values = [number_in(text) for text in texts]
+    numbers = [value for value in values if value is not None]
+    if 2 * len(numbers) <= len(texts) or len(set(numbers)) * _ROWS_PER_CLASS <= len(numbers):
         return
-    first = next(text for text in table.targets.tolist() if number_in(text) is None)
+    if len(numbers) == len(texts):
+        raise DataError(f"{table.label} has numbers as targets, written as texts; {_SAY_TASK}")
     raise DataError(
-        f"{table.label} has {len(numbers):,} numbers among {len(table.targets):,} targets, beside {first!r}; fix or "
-        f"remove the row, or {_SAY_TASK}"
+        f"{table.label} has {len(numbers):,} numbers among {len(texts):,} targets, beside "
+        f"{texts[values.index(None)]!r}; fix or remove the row, or {_SAY_TASK}"
     )
 
 
-def _targets(
-    table: _Table, *, reading: Mapping[str, Any] | None
-) -> tuple[np.ndarray, list[str] | None, dict[str, list[float]]]:
-    """Returns int32 [N] and the names of the classes, or float32 [N, K], None and what was subtracted from them."""
-    values = table.targets
-    are_classes = table.are_classes
-    if are_classes is None:
-        are_classes = values.ndim == 1 and (values.dtype.kind == "U" or _are_class_numbers(values, table.label))
-    if are_classes:
-        known = None if reading is None else reading["classes"]
-        return *_numbered_classes(values, table.label, known=known), {}
-    columns = values.astype(np.float64).reshape(len(values), -1)
-    columns, offset = without_offset(columns, reading, label=table.label)
-    return _as_float32(columns, f"{table.label} target"), None, offset
-
-
-def _are_class_numbers(values: np.ndarray, label: str) -> bool:
-    """Returns whether numeric targets [N] are classes; a DataError where they could be quantities as well."""
-    if values.dtype.kind == "f" and not np.all(values == np.round(values)):
-        return False
-    distinct = len(np.unique(values))
-    if distinct * _ROWS_PER_CLASS > len(values) or distinct > _MAX_CLASSES:
-        return False
-    if distinct <= _CERTAIN_CLASSES:
-        return True
-    raise DataError(
-        f"{label} has {distinct} distinct integers as targets of {len(values)} rows, which could be quantities or "
-        f"classes; {_SAY_TASK}"
-    )
-
-
-def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
+def _number_classes(values: np.ndarray, label: str, *, known: Sequence[str] | None) -> tuple[np.ndarray, list[str]]:
     """Returns the number of each class, int32 [N], and the names of the classes: `known`, or those of the table."""
     distinct, classes = np.unique(values, return_inverse=True)
     if values.ndim != 1 or len(distinct) > _MAX_CLASSES:
@@ -315,64 +314,66 @@ def _numbered_classes(values: np.ndarray, label: str, *, known: Sequence[str] | 
             f"{label} has targets {list(values.shape)} of {len(distinct)} values, not classes (one column, at "
             f"most {_MAX_CLASSES}); set data.target, or task=regression and data.task=regression"
         )
-    names = [
-        str(int(value)) if distinct.dtype.kind == "f" and value == int(value) else str(value) for value in distinct
-    ]
+    names = [str(value) for value in distinct]
+    if distinct.dtype.kind == "f":
+        names = [name.removesuffix(".0") for name in names]
     if known is None:
         check_classes(names, label=label)
         return classes.astype(np.int32), names
     numbers = {name: number for number, name in enumerate(known)}
-    # Of a code that is not written so, the class of the same number.
-    found = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
-    if None in found:
+    # A code that is written differently (01) is the class of the same number.
+    class_numbers = [numbers.get(name, numbers.get(str(number_in(name)))) for name in names]
+    if None in class_numbers:
         raise DataError(
-            f"{label} has class '{names[found.index(None)]}', which the run was not trained on (its classes: "
+            f"{label} has class '{names[class_numbers.index(None)]}', which the run was not trained on (its classes: "
             f"{few(known)}); remove these rows or rename the class"
         )
-    return np.array(found, np.int32)[classes], list(known)
+    return np.array(class_numbers, np.int32)[classes], list(known)
 
 
 def _read_builtin(name: str) -> _Table:
     # Name -> whether the targets are classes: those of diabetes are integers, but quantities.
-    known = {"breast_cancer": True, "wine": True, "diabetes": False}
-    if name not in known:
-        raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + k for k in known)}")
+    tables = {"breast_cancer": True, "wine": True, "diabetes": False}
+    if name not in tables:
+        raise DataError(f"data.path builtin:{name} is unknown; known are {', '.join(_BUILTIN + key for key in tables)}")
     datasets = scikit_learn(f"data.path builtin:{name}")
     inputs, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
-    return _Table(f"scikit-learn {name}", inputs, targets, are_classes=known[name])
+    return _Table(f"scikit-learn {name}", inputs, targets, are_classes=tables[name])
 
 
 def _read_npz(path: Path) -> _Table:
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    inputs, targets = (arrays.get(name, np.zeros(())) for name in ("inputs", "targets"))
+    inputs = arrays.get("inputs", np.zeros(()))
+    targets = arrays.get("targets", np.zeros(()))
     if inputs.ndim != 2 or targets.ndim not in (1, 2) or len(inputs) != len(targets):
-        shown = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "nothing"
-        raise DataError(f"{path} holds {shown}; save inputs [rows, columns] and targets [rows] or [rows, columns]")
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()) or "nothing"
+        raise DataError(f"{path} holds {shapes}; save inputs [rows, columns] and targets [rows] or [rows, columns]")
     for name, values in (("inputs", inputs), ("targets", targets)):
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            place = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
-            raise DataError(f"{path} array '{name}' is {values[place]} at {list(place)}; remove or fill the row")
-    # The author of the file chose the dtype of the targets: floats are numbers, integers may be classes.
-    are_classes = None if targets.dtype.kind in "iu" and targets.ndim == 1 else targets.dtype.kind in "bU"
-    return _Table(str(path), inputs.astype(np.float64), targets, are_classes=are_classes)
+        bad = np.argwhere(~np.isfinite(values)).tolist() if values.dtype.kind == "f" else []
+        if bad:
+            raise DataError(f"{path} array '{name}' is {values[*bad[0]]} at {bad[0]}; remove or fill the row")
+    # The author of the file chose the dtype: floats are numbers, and texts classes, but integers may be either.
+    are_classes = None
+    if targets.ndim > 1 or targets.dtype.kind not in "iu":
+        are_classes = targets.dtype.kind in "bU"
+    return _Table(str(path), inputs.astype(np.float64), targets, are_classes)
 
 
 def read_input_columns(path: str, columns: Sequence[str] | None, *, num_columns: int, target: str | None) -> np.ndarray:
-    """Reads the columns that a model takes, in their own units, of a file without targets: float64 [N, num_columns].
+    """Reads the inputs of a model from a file without targets, in their own units: float64 [N, num_columns].
 
-    `columns` are those that the model was trained on, in their order; None: they had no names, and all columns of the
-    file but `target` are taken in its order.
+    `columns` are those that the model was trained on, in their order. None: they had no names, and the model takes all
+    columns of the file except `target` in its order.
     """
     if columns is None:
         files = find_rows(path, what="the table")
-        there = list(next(pass_over_files(files, None))[1])
-        _check_header(path, there, files[0].format, least=1)
-        columns = [name for name in there if name != target]
+        header = list(next(pass_over_files(files, None))[1])
+        _check_header(path, header, files[0].format, least=1)
+        columns = [name for name in header if name != target]
         _check_columns(path, len(columns), num_columns)
-    records = read_records(path, [(None, name) for name in columns], what="the table")
-    values = [
-        [number_of(value, where=one.where, column=name) for name, value in zip(columns, one.values, strict=True)]
-        for one in records
-    ]
-    return np.array(values, np.float64)
+    rows = []
+    for record in read_records(path, [(None, name) for name in columns], what="the table"):
+        values = zip(columns, record.values, strict=True)
+        rows.append([number_of(value, where=record.where, column=name) for name, value in values])
+    return np.array(rows, np.float64)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import CheckpointError, ConfigError, UserError, reading_published
+from jaxtrain.errors import CheckpointError, ConfigError, UserError, first_line, reading_published
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PACKAGE = "package:"
@@ -90,8 +90,8 @@ def _fetched(repo: str, revision: str | None, names: Sequence[str], cache: Path 
     except RevisionNotFoundError:
         reason = f"has no such revision at {hub}"
     except Exception as error:  # what the client raises where it gets no answer differs by its version
-        first = str(error.__cause__ or error).splitlines()[0]
-        reason = f"is not on this machine, and {hub} does not provide it ({first}); use a local folder"
+        cause = first_line(error.__cause__ or error)
+        reason = f"is not on this machine, and {hub} does not provide it ({cause}); use a local folder"
         if constants.HF_HUB_OFFLINE:
             reason = "is not on this machine or in the hub's cache, and HF_HUB_OFFLINE is set"
     raise CheckpointError(f"{repo}{f'@{revision}' if revision else ''} {reason}")
