@@ -37,11 +37,14 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Labels of KTO for an answer that is not wanted, as JSON, CSV files and pandas write them.
+# Labels of KTO, which are false for an answer that is not wanted.
 _LABELS = ("label", "kto_tag")
-_UNDESIRABLE = ("false", "0", "0.0")
-# A text that is a list of messages: JSON, or Python's own form, which pandas writes into CSV files.
-_LIST_TEXT = re.compile(r"\s*\[\s*\{.*['\"](role|from)['\"]\s*:", re.DOTALL)
+# What is false, as JSON, CSV files and pandas write it.
+_FALSE = ("false", "0", "0.0")
+# A text that is a message or a list of them: JSON, or Python's own form, which pandas writes into CSV files.
+_MESSAGES_TEXT = re.compile(
+    r"""\s*(\[\s*)?\{(?=.*['"](role|from)['"]\s*:).*['"](content|value|tool_calls)['"]\s*:""", re.DOTALL
+)
 # What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
 Message = Mapping[str, Any]
 
@@ -65,7 +68,7 @@ class Conversation:
 
 def is_trained(message: Message) -> bool:
     """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
-    return all(message.get(name) in (None, 1) for name in _WEIGHTS)
+    return not any(_is_false(message.get(name)) for name in _WEIGHTS)
 
 
 def read_messages(
@@ -90,17 +93,15 @@ def read_messages(
         if role not in roles and fields.get("role") is None:
             raise DataError(f"{where} has {fields!r:.60} for a message; write role and content, or set data.roles")
         message["role"] = roles.get(role, message["role"])
+        calls = read_objects(message.pop("tool_calls", None), "tool_calls", where)
         # LLaMA-Factory has a role for calls, and OpenAI had a key for one.
-        calls = message.pop("content" if role == _CALL else _CALL, None)
-        if calls is not None:
-            calls = read_objects(calls, _CALL, where)
-            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-        content = message.get("content")
-        if "tool_calls" in message:
-            calls = read_objects(message["tool_calls"], "tool_calls", where)
+        functions = read_objects(message.pop("content" if role == _CALL else _CALL, None), _CALL, where)
+        calls += [{"type": "function", "function": function} for function in functions]
+        if calls:
             message["tool_calls"] = [_call(call, where) for call in calls]
+        content = message.get("content")
         # Templates ask whether the content beside calls is none.
-        message["content"] = content if content is None and "tool_calls" in message else _text(content, where)
+        message["content"] = content if content is None and calls else _text(content, where)
         messages.append(message)
     if not messages:
         raise DataError(f"{where} has no messages; write [{{role: user, content: text}}, ...]")
@@ -131,7 +132,7 @@ class RowReader:
 
     def _conversation(self, where: str, row: Mapping[str, Any]) -> Conversation:
         for name in _LABELS:
-            if str(row.get(name)).strip().lower() in _UNDESIRABLE:
+            if _is_false(row.get(name)):
                 raise DataError(f"{where} is an undesirable answer ({name}: false, as in KTO); remove the row")
         messages = self._prompt(where, row, _LISTS)
         if messages:
@@ -176,8 +177,8 @@ class RowReader:
         return None
 
     def _messages(self, where: str, value: Any, role: str) -> tuple[Message, ...]:
-        """Returns a list of messages, or a text as the one message of a role."""
-        if isinstance(value, str) and not _LIST_TEXT.match(value):
+        """Returns one message or a list of them, or a text as the one message of a role."""
+        if isinstance(value, str) and not _MESSAGES_TEXT.match(value):
             return ({"role": role, "content": value},)
         return read_messages(value, where=where, keys={**_KEYS, **self._names}, roles=self._roles)
 
@@ -211,9 +212,13 @@ class RowReader:
                 f"{where} has no answer to train, or an empty one; write one with role: {ANSWERS}, or set data.roles"
             )
         group = "\n".join(f"{message['role']}: {message['content']}" for message in messages[: answers[0]])
-        tools = read_objects(self._first(row, ("tools", "functions")) or [], "tools", where) or None
+        tools = read_objects(self._first(row, ("tools", "functions")), "tools", where) or None
         arguments = read_object(self._first(row, ("chat_template_kwargs",)), "chat_template_kwargs", where)
         return Conversation(where, messages[: answers[-1] + 1], answers[0], group, tools, arguments)
+
+
+def _is_false(value: Any) -> bool:
+    return str(value).strip().lower() in _FALSE
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -238,15 +243,15 @@ def _text(content: Any, where: str) -> str:
 
 def read_object(value: Any, name: str, where: str) -> dict[str, Any]:
     """Returns an object, or that of a JSON text; an empty one for nothing."""
-    parsed = _parsed(value or {})
+    parsed = _parsed(value) or {}
     if not isinstance(parsed, dict):
         raise DataError(f"{where} has {value!r:.60} for {name}; write an object, or its JSON text")
     return parsed
 
 
 def read_objects(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Returns a list of objects, given as a list, as one object or as JSON text."""
-    parsed = _parsed(value)
+    """Returns a list of objects, given as a list, as one object or as JSON text; an empty one for nothing."""
+    parsed = _parsed(value) or []
     return [read_object(item, name, where) for item in (parsed if isinstance(parsed, list) else [parsed])]
 
 
