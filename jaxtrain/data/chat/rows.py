@@ -119,6 +119,11 @@ def masked_tokens(
                         f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({where}), so a "
                         "model would never learn to stop; set data.stop to the token that it writes there"
                     )
+                if ends[0] == first and train_on != "all":
+                    raise ConfigError(
+                        f"the chat template {template.format.label} leaves out an answer of {where}, such as a call of "
+                        "a tool; set data.template to one that writes it"
+                    )
                 # What a template writes after the stop token (a line end) nobody generates.
                 trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
             yield MaskedTokens(where, found.ids, trained)
