@@ -64,7 +64,7 @@ def redacted_words(words: list[str]) -> list[str]:
     shown = []
     for word, before in zip(words, ["", *words], strict=False):
         key, equals, value = word.partition("=")
-        if equals and "{" in value:  # data.args={api_key: abc}
+        if "{" in value:  # data.args={api_key: abc}
             value = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
         if equals:
             text = f"{key}={redacted(value, key)}"

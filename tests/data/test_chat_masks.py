@@ -103,7 +103,7 @@ REFUSED = {
         "{% if add_generation_prompt %}assistant{% endif %}",
         [*messages("a"), {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
         ConfigError,
-        "leaves out an answer of rows.jsonl:1, such as a call of a tool; set data.template",
+        r"at the end of an answer \(rows.jsonl:1\), or nothing before it, .* data.template to one that writes calls",
     ),
     "an earlier answer changes": (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{{ eos_token }}"

@@ -37,8 +37,6 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Labels of KTO, which are false for an answer that is not wanted.
-_LABELS = ("label", "kto_tag")
 # What is false, as JSON, CSV files and pandas write it.
 _FALSE = ("false", "0", "0.0")
 # A text that is a message or a list of them: JSON, or Python's own form, which pandas writes into CSV files.
@@ -68,7 +66,7 @@ class Conversation:
 
 def is_trained(message: Message) -> bool:
     """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
-    return not any(_is_false(message.get(name)) for name in _WEIGHTS)
+    return {str(message.get(name)).lower() for name in _WEIGHTS}.isdisjoint(_FALSE)
 
 
 def read_messages(
@@ -131,9 +129,9 @@ class RowReader:
         return self._pair(where, row) if pairs else [self._conversation(where, row)]
 
     def _conversation(self, where: str, row: Mapping[str, Any]) -> Conversation:
-        for name in _LABELS:
-            if _is_false(row.get(name)):
-                raise DataError(f"{where} is an undesirable answer ({name}: false, as in KTO); remove the row")
+        # LLaMA-Factory calls the label of KTO kto_tag.
+        if str(row.get("label", row.get("kto_tag"))).strip().lower() in _FALSE:
+            raise DataError(f"{where} is an undesirable answer (label: false, as in KTO); remove the row")
         messages = self._prompt(where, row, _LISTS)
         if messages:
             return self._made(where, row, messages, 0)
@@ -215,10 +213,6 @@ class RowReader:
         tools = read_objects(self._first(row, ("tools", "functions")), "tools", where) or None
         arguments = read_object(self._first(row, ("chat_template_kwargs",)), "chat_template_kwargs", where)
         return Conversation(where, messages[: answers[-1] + 1], answers[0], group, tools, arguments)
-
-
-def _is_false(value: Any) -> bool:
-    return str(value).strip().lower() in _FALSE
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:

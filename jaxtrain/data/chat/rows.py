@@ -112,20 +112,18 @@ def masked_tokens(
             for start, stop in spans:
                 # A token that begins before the answer belongs to the prompt.
                 first, last = np.searchsorted(found.starts, (start, stop))
-                ends = first + np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
-                if not len(ends):
+                ends = np.flatnonzero(np.isin(found.ids[first:last], template.format.stop))
+                if not ends.any():
                     raise ConfigError(
                         f"the chat template {template.format.label} writes no stop token (id "
-                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({where}), so a "
-                        "model would never learn to stop; set data.stop to the token that it writes there"
-                    )
-                if ends[0] == first and train_on != "all":
-                    raise ConfigError(
-                        f"the chat template {template.format.label} leaves out an answer of {where}, such as a call of "
-                        "a tool; set data.template to one that writes it"
+                        f"{' or '.join(map(str, template.format.stop))}) at the end of an answer ({where}), or nothing "
+                        "before it, so a model would never learn to stop, or to call tools; set data.stop to the token "
+                        "that it writes there, or data.template to one that writes calls"
                     )
                 # What a template writes after the stop token (a line end) nobody generates.
-                trained[first : last if template.marks_answers or train_on == "all" else ends[-1] + 1] = True
+                if not template.marks_answers and train_on != "all":
+                    last = first + ends[-1] + 1
+                trained[first:last] = True
             yield MaskedTokens(where, found.ids, trained)
 
 
