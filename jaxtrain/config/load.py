@@ -25,7 +25,7 @@ from jaxtrain.config.files import (
 from jaxtrain.config.model import ALL_SIZES
 from jaxtrain.config.published import adapter_settings, published_settings
 from jaxtrain.config.schema import AXES, Config, LoraConfig
-from jaxtrain.config.secrets import redacted_keys
+from jaxtrain.config.secrets import redacted, redacted_keys
 from jaxtrain.errors import ConfigError
 from jaxtrain.interop.formats.hub import config_origin, published_place, tokenizer_origin
 
@@ -328,7 +328,7 @@ def describe(loaded: Loaded) -> list[DescribedKey]:
         kinds = _kinds(group) if rest == "kind" else {}
         described = DescribedKey(
             path=key.path,
-            value=value_text(functools.reduce(getattr, key.path.split("."), loaded.config)),
+            value=value_text(redacted(functools.reduce(getattr, key.path.split("."), loaded.config), key.path)),
             type=" | ".join(kinds) if len(kinds) > 1 else key.type,
             default=key.default if key.default == "(required)" else value_text(key.default),
             origin=where_set(where, tuple(key.path.split("."))),

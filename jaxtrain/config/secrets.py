@@ -11,10 +11,12 @@ from typing import Any
 REDACTED = "(redacted)"
 
 _NAMES = re.compile(
-    r"(^|[_.-])(password|passwd|secret|credentials?|token|\w+[_-]?token|(api|access|secret)[_-]?key)$", re.I
+    r"(^|[_.-])(pwd|pass(word|wd|phrase)?|authorization|secret|credentials?|token|\w+[_-]?token"
+    r"|(api|access|account|private|secret)[_-]?key)$",
+    re.IGNORECASE,
 )
 _TEXTS = re.compile(
-    r"""(?<=://)[^\s"'<>/?#]+(?=@)"""
+    r"""(?<=://)[^\s"'<>/?#]+(?=@)|(?<=\bbearer )[^\s"'{}]+"""
     r"|\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)",
     re.IGNORECASE,
@@ -22,7 +24,7 @@ _TEXTS = re.compile(
 # Only http has a query without values: elsewhere a question mark is a pattern of file names.
 _WITH_QUERY = re.compile(r"""https?://[^\s"'<>]+|\?[\w.%-]+=[^\s"'<>]*""", re.IGNORECASE)
 # A key and its value inside of `data.args={api_key: abc}`.
-_PAIR = re.compile(r"""([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|[^\s,{}\[\]]+)""")
+_PAIR = re.compile(r"""([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|[^,{}\[\]]+)""")
 
 
 def names_secret(key: str) -> bool:
@@ -62,7 +64,7 @@ def redacted_words(words: list[str]) -> list[str]:
     shown = []
     for word, before in zip(words, ["", *words], strict=False):
         key, equals, value = word.partition("=")
-        if equals and "{" in value:  # data.args={api_key: abc}
+        if "{" in value:  # data.args={api_key: abc}
             value = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{redacted(pair[3], pair[1])}", value)
         if equals:
             text = f"{key}={redacted(value, key)}"

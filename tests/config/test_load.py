@@ -187,6 +187,8 @@ SETTINGS = {
     "patterns": ({"path": ["s3://b/a-?.csv", "a-?/b=c&d=e"]}, {"path": ["s3://b/a-?.csv", "a-?/b=c&d=e"]}),
     "no address": ({"text": "a@b.c, R&D=5, why?"}, {"text": "a@b.c, R&D=5, why?"}),
     "token of a service": ({"names": [f"a {TOKEN}"]}, {"names": [f"a {REDACTED}"]}),
+    "other names": ({"db": {"pwd": "abc"}, "private_key": "a b"}, {"db": {"pwd": REDACTED}, "private_key": REDACTED}),
+    "header": ({"text": "authorization: Bearer abc.d"}, {"text": f"authorization: Bearer {REDACTED}"}),
     "special tokens": ({"token": "<pad>", "mask_token": "[MASK]"}, {"token": "<pad>", "mask_token": "[MASK]"}),
     "group": ({"credentials": {"user": "u", "pass": "p"}}, {"credentials": {"user": REDACTED, "pass": REDACTED}}),
 }  # fmt: skip
@@ -206,7 +208,7 @@ def test_command_line():
         f"https://h/a?pwd={REDACTED}",
         f"--to=a://{REDACTED}@h/x",
     ]
-    groups = ["data.args={path: x, 'api_key': \"a b\", token: <pad>, password: 5}", "a.credentials={pass: x}"]
+    groups = ["data.args={path: x, 'api_key': \"a b\", token: <pad>, password: 5 6}", "a.credentials={pass: x}"]
     shown = [f"data.args={{path: x, 'api_key': {REDACTED}, token: <pad>, password: {REDACTED}}}"]
     assert redacted_words(groups) == [*shown, f"a.credentials={REDACTED}"]
 

@@ -100,6 +100,18 @@ FORMS = {
         {"prompt": str(messages("Who?")), "completion": str([{"role": "assistant", "content": "It's me."}])},
         written("Who?", "It's me."),
     ),
+    "one message as JSON text": (
+        {"prompt": "Who?", "completion": json.dumps(messages("Who?", "Me.")[1])},
+        written("Who?", "Me."),
+    ),
+    "text of columns without a value": (
+        {"messages": [{**one, "tool_calls": "null", "weight": "1"} for one in messages(*FOUR)], "tools": "null"},
+        written(*FOUR),
+    ),
+    "an answer in JSON": (
+        {"prompt": "Flights?", "completion": '[{"from": "A", "to": "B"}]'},
+        written("Flights?", '[{"from": "A", "to": "B"}]'),
+    ),
     "text that looks like a list": ({"prompt": "[1, 2]", "completion": '[{"a": 1}]'}, written("[1, 2]", '[{"a": 1}]')),
 }  # fmt: skip
 

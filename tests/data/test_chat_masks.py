@@ -98,6 +98,13 @@ REFUSED = {
         ConfigError,
         r"writes no stop token \(id \d+\) at the end of an answer \(rows.jsonl:1\).*data.stop",
     ),
+    "leaves out calls": (
+        "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}",
+        [*messages("a"), {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}],
+        ConfigError,
+        r"at the end of an answer \(rows.jsonl:1\), or nothing before it, .* data.template to one that writes calls",
+    ),
     "an earlier answer changes": (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{{ eos_token }}"
         "{% endfor %}",

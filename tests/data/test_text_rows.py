@@ -149,6 +149,12 @@ def test_one_class_written_in_two_ways_is_one(name, tmp_path):
     assert data.reading["classes"] == classes
 
 
+def test_truth_values_beside_numbers_are_one_line(tmp_path):
+    rows = [{"text": "x", "label": label} for label in (0, 1, True, False)]
+    with pytest.raises(DataError, match=r"truth values and numbers as classes \(true and 1\)"):
+        labelled(tmp_path, rows)
+
+
 def test_tags_of_one_class_in_two_ways_and_of_one_class_alone(tmp_path):
     rows = [{"words": "a b c", "tags": "0 1.0 1"}, {"words": "a b", "tags": "0.0 1"}]
     config = {"kind": "tagged_text", "path": write_rows(tmp_path, ".csv", rows), "validation_fraction": 0.0}

@@ -47,11 +47,14 @@ _ROLES = {
     "function": "tool",
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Columns of KTO that tell whether an answer is desirable, and how JSON, CSV files and pandas write that it is not.
+# Columns of KTO that tell whether an answer is desirable; the second is LLaMA-Factory's.
 _LABELS = ("label", "kto_tag")
-_UNDESIRABLE = ("false", "0", "0.0")
-# A text that is a list of messages: JSON, or Python's own form, which pandas writes into CSV files.
-_LIST_TEXT = re.compile(r"\s*\[\s*\{.*['\"](role|from)['\"]\s*:", re.DOTALL)
+# What is false, as JSON, CSV files and pandas write it.
+_FALSE = ("false", "0", "0.0")
+# A text that is a message or a list of them: JSON, or Python's own form, which pandas writes into CSV files.
+_MESSAGES_TEXT = re.compile(
+    r"""\s*(\[\s*)?\{(?=.*['"](role|from)['"]\s*:).*['"](content|value|tool_calls)['"]\s*:""", re.DOTALL
+)
 # What a template reads: {"role": ..., "content": ...} and whatever else the file gives.
 Message = Mapping[str, Any]
 
@@ -75,7 +78,7 @@ class Conversation:
 
 def is_trained(message: Message) -> bool:
     """Returns whether a message counts in the loss: OpenAI's `weight: 0` and Axolotl's `train: false` leave it out."""
-    return all(message.get(name) in (None, 1) for name in _WEIGHTS)
+    return {str(message.get(name)).lower() for name in _WEIGHTS}.isdisjoint(_FALSE)
 
 
 def read_messages(
@@ -101,13 +104,13 @@ def read_messages(
             message["role"] = roles[role]
         elif not fields.get("role"):  # a file in the form of templates may have roles that only its template knows
             raise DataError(f"{where} has {fields!r:.60} for a message; write role and content, or set data.roles")
-        calls = read_objects(message.pop("tool_calls", []), "tool_calls", where)
+        calls = read_objects(message.pop("tool_calls", None), "tool_calls", where)
         # LLaMA-Factory has a role for calls, and OpenAI had a key for one.
-        functions = read_objects(message.pop("content" if role == _CALL else _CALL, []), _CALL, where)
+        functions = read_objects(message.pop("content" if role == _CALL else _CALL, None), _CALL, where)
         calls += [{"type": "function", "function": function} for function in functions]
-        content = message.get("content")
         if calls:
             message["tool_calls"] = [_call(call, where) for call in calls]
+        content = message.get("content")
         # Templates ask whether the content beside calls is none.
         if content is not None or not calls:
             content = _text(content, where)
@@ -144,8 +147,11 @@ class RowReader:
 
     def _conversation(self, where: str, row: Mapping[str, Any]) -> Conversation:
         for name in _LABELS:
-            if str(row.get(name)).strip().lower() in _UNDESIRABLE:
-                raise DataError(f"{where} is an undesirable answer ({name}: false, as in KTO); remove the row")
+            if str(row.get(name)).strip().lower() in _FALSE:
+                raise DataError(
+                    f"{where} is an undesirable answer ({name}: false, as in KTO); remove the row, or name the column "
+                    "otherwise if it is another label"
+                )
         messages = self._prompt(where, row, *_LISTS)
         if messages:
             return self._build(where, row, messages, 0)
@@ -195,8 +201,8 @@ class RowReader:
         return None
 
     def _messages(self, where: str, value: Any, role: str) -> tuple[Message, ...]:
-        """Returns the messages of a list or of its text; any other text is one message of this role."""
-        if isinstance(value, str) and not _LIST_TEXT.match(value):
+        """Returns the messages of a message, of a list or of their text; any other text is one message of this role."""
+        if isinstance(value, str) and not _MESSAGES_TEXT.match(value):
             return ({"role": role, "content": value},)
         return read_messages(value, where=where, keys={**_KEYS, **self._names}, roles=self._roles)
 
@@ -235,7 +241,7 @@ class RowReader:
                 f"{where} has no answer to train, or an empty one; write one with role: {ANSWERS}, or set data.roles"
             )
         group = "\n".join(f"{message['role']}: {message['content']}" for message in messages[: answers[0]])
-        tools = read_objects(self._first(row, "tools", "functions") or [], "tools", where) or None
+        tools = read_objects(self._first(row, "tools", "functions"), "tools", where) or None
         arguments = read_object(self._first(row, "chat_template_kwargs"), "chat_template_kwargs", where)
         return Conversation(where, messages[: answers[-1] + 1], answers[0], group, tools, arguments)
 
@@ -265,16 +271,16 @@ def _text(content: Any, where: str) -> str:
 
 
 def read_object(value: Any, name: str, where: str) -> dict[str, Any]:
-    """Returns an object that is given as such or as JSON text, or an empty one for None and empty texts."""
-    parsed = _parsed(value or {})
+    """Returns an object that is given as such or as JSON text, or an empty one for nothing."""
+    parsed = _parsed(value) or {}
     if not isinstance(parsed, dict):
         raise DataError(f"{where} has {value!r:.60} for {name}; write an object, or its JSON text")
     return parsed
 
 
 def read_objects(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Returns a list of objects that is given as such, as a single object, or as JSON text of either."""
-    items = _parsed(value)
+    """Returns objects that are given as a list, as a single object, or as JSON text; an empty list for nothing."""
+    items = _parsed(value) or []
     if not isinstance(items, list):
         items = [items]
     return [read_object(item, name, where) for item in items]

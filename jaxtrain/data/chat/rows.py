@@ -115,12 +115,13 @@ def masked_tokens(
                 # A token that begins before the answer belongs to the prompt.
                 first, last = np.searchsorted(tokens.starts, (start, stop))
                 ends = np.flatnonzero(np.isin(tokens.ids[first:last], template.format.stop))
-                if not len(ends):
+                if not ends.any():
                     raise ConfigError(
                         f"the chat template {template.format.label} writes no stop token (id "
                         f"{' or '.join(map(str, template.format.stop))}) at the end of an answer "
-                        f"({rendered.where}), so a model would never learn to stop; set data.stop to the token that it "
-                        "writes there"
+                        f"({rendered.where}), or nothing before it, so a model would never learn to stop, or to call "
+                        "tools; set data.stop to the token that it writes there, or data.template to one that writes "
+                        "calls"
                     )
                 # A model stops at the stop token: what a template writes after it (a line end) is not trained.
                 if train_on != "all" and not template.marks_answers:

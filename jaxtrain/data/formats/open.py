@@ -253,9 +253,11 @@ def class_names(
 
 
 def check_classes(names: Sequence[str], *, label: str) -> None:
-    """Raises a DataError where all rows to train on are of one class, of which a model learns nothing."""
+    """Raises a DataError where all rows to train on are of one class, or the same classes have two names each."""
     if len(names) == 1:
         raise DataError(f"{label} has rows of one class ('{names[0]}'); name another column, or add rows of others")
+    if {"1", "true"} <= {*names}:
+        raise DataError(f"{label} has truth values and numbers as classes (true and 1); write all in one way")
 
 
 def numbered(found: Sequence[str], names: Sequence[str]) -> np.ndarray:

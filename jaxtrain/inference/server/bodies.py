@@ -272,7 +272,7 @@ def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -
     conversation = Conversation(
         "the request",
         read_messages(body.model_dump()["messages"], where="messages"),
-        tools=read_objects(body.tools or [], "tools", "the request") or None,
+        tools=read_objects(body.tools, "tools", "the request") or None,
         arguments=read_object(body.chat_template_kwargs, "chat_template_kwargs", "the request"),
     )
     prompt = reader.of_chat(conversation)
