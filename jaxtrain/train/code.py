@@ -27,28 +27,37 @@ _NAMES = re.compile(r"<function \S+|<bound method \S+|0x[0-9a-f]+")
 def step_code(step: TrainStep, traced: jax.stages.Traced, *, versions: str, draws_parameters: bool) -> dict[str, str]:
     """Return digests of a traced step (`step`), of its parts, and of what else changes its program (`conditions`).
 
-    The digest of the step is of everything that it returns but the rate, which is only shown. The digest of a part is
-    of its equations without what connects them: it tells which part differs where the steps do.
+    The digest of the step is of everything that it returns but the rate, which is only shown; that of the `gradients`
+    of all that the optimizer gets. Both are also of the initial state. The digest of a part is of its equations without
+    what connects them: it tells which part differs where the steps do.
     """
     reader = _Reader()
     outputs = reader.outputs(traced.jaxpr, "model")
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
+    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     # Of state and metrics; effects follow the outputs.
-    numbers = [output for output, path in zip(outputs, paths, strict=False) if path != "[1]['learning_rate']"]
-    if draws_parameters:
-        reader.outputs(step.drawn.jaxpr, "initial state")
+    numbers = [
+        output
+        for output, (path, _) in zip(outputs, leaves, strict=False)
+        if jax.tree_util.keystr(path) != "[1]['learning_rate']"
+    ]
+    initial = reader.outputs(step.drawn.jaxpr, "initial state") if draws_parameters else []
     return {
-        "step": _digest(*numbers),
+        "step": _digest(*numbers, *initial),
+        "gradients": _digest(*reader.before_optimizer, *initial),
         **{part: _digest(*equations) for part, equations in reader.parts.items()},
         "conditions": _digest(f"{versions} {step.mesh.devices.flat[0].device_kind} {step.state_shardings.params}"),
     }
 
 
 class _Reader:
-    """Reads the equations of one trace; `parts` collects a digest of each equation."""
+    """Reads the equations of one trace; `parts` collects a digest of each equation.
+
+    `before_optimizer` collects how what equations of the optimizer read is computed by others.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, list[str]] = {part: [] for part in PARTS}
+        self.before_optimizer: list[str] = []
         self._done: dict[tuple[Any, str], list[str]] = {}
 
     def outputs(self, program: Any, part: str) -> list[str]:
@@ -67,6 +76,7 @@ class _Reader:
             return self._text(atom.val, part) if hasattr(atom, "val") else values[atom]
 
         effects = []
+        computed = set()
         for equation in jaxpr.eqns:
             equation_part = _part_of(str(equation.source_info.name_stack), part)
             text = f"{equation.primitive.name} {self._text(equation.params, equation_part)}"
@@ -76,6 +86,10 @@ class _Reader:
             digest = _digest(text, *inputs)
             for index, variable in enumerate(equation.outvars):
                 values[variable] = f"{index} {digest}"
+            if equation_part == "optimizer":
+                self.before_optimizer += [value for value in inputs if value in computed]
+            else:
+                computed |= {values[variable] for variable in equation.outvars}
             # A kernel returns nothing: it writes.
             if any("Debug" not in type(effect).__name__ for effect in equation.effects):
                 effects.append(digest)
@@ -90,9 +104,10 @@ class _Reader:
             value = {field.name: getattr(value, field.name) for field in fields(value)}
         if isinstance(value, Mapping):
             return str([f"{key}={self._text(value[key], part)}" for key in sorted(value.keys() - _NO_NUMBERS, key=str)])
-        if isinstance(value, tuple | list | set | frozenset):
-            texts = [self._text(item, part) for item in value]
-            return str(texts if isinstance(value, tuple | list) else sorted(texts))
+        if isinstance(value, set | frozenset):
+            value = sorted(value, key=str)
+        if isinstance(value, tuple | list):
+            return str([self._text(item, part) for item in value])
         if isinstance(value, np.ndarray | jax.Array):
             return _array_digest(value)
         return _NAMES.sub("", repr(value))
@@ -112,7 +127,7 @@ def _array_digest(array: np.ndarray | jax.Array) -> str:
             return str(array.aval)  # to read it, all processes would have to meet
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
-    content = np.asarray(jax.device_get(array))
+    content = np.asarray(array)
     return f"{content.dtype} {content.shape} {hashlib.sha256(content.tobytes()).hexdigest()}"
 
 
