@@ -49,10 +49,11 @@ class Meter:
 
         `step_seconds` is a median, the others are means; the loop excludes evaluations and saves from both.
         """
-        steps, seconds = len(self._step_seconds), sum(self._step_seconds)
+        steps = len(self._step_seconds)
+        seconds = sum(self._step_seconds)
         rate = steps / seconds if seconds > 0 else None
         utilization = None
-        if rate is not None and self.flops_per_step is not None and self.peak_flops:
+        if rate and self.flops_per_step and self.peak_flops:
             utilization = self.flops_per_step * rate / self.peak_flops
         return {
             f"{self.unit}_per_second": None if rate is None else self.units_per_step * rate,
@@ -112,7 +113,8 @@ class TimeSpent:
     """Adds up the seconds of each part of a run; `during` marks a block as a part for others, such as the watchdog."""
 
     def __init__(self, *, during: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        self._during, self._began = during, time.monotonic()
+        self._during = during
+        self._began = time.monotonic()
         self._earlier: Mapping[str, float] = {}
         self._own = dict.fromkeys(PARTS, 0.0)
 

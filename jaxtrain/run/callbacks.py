@@ -138,13 +138,17 @@ def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[list[Ca
 
 def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> tuple[bool, int | None]:
     """Whether evaluations (step -> value) stop a run, and the step of the best one; None: no value was finite."""
-    best_step, best, reference, without = None, math.inf, math.inf, 0
+    best_step = None
+    best = reference = math.inf
+    without = 0
     for step, value in sorted(evaluations.items()):
         score = _score(rule, value)
         if score < best:
-            best, best_step = score, step
+            best = score
+            best_step = step
         if score < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
-            reference, without = score, 0
+            reference = score
+            without = 0
         else:
             without += 1
     return without >= rule.patience, best_step
@@ -183,8 +187,11 @@ class Watch:
         log: Callable[[int, Mapping[str, Any]], None],
     ) -> None:
         self._rule = config.evaluation.early_stopping
-        self._run_dir, self._callbacks, self._log = run_dir, callbacks, log
-        self._keeps_best, self._last = config.checkpoint.keep_best, config.train.steps
+        self._run_dir = run_dir
+        self._callbacks = callbacks
+        self._log = log
+        self._keeps_best = config.checkpoint.keep_best
+        self._last = config.train.steps
         self.metrics: Mapping[str, Any] = {}
         self.status: str | None = None
         self.reason = ""
@@ -244,7 +251,8 @@ class Watch:
         moment = Moment(number, metrics, state, self._run_dir, self._log)
         for function in functions:
             if function is not None and _by_process_0(function(moment) == "stop") and self.status is None:
-                self.status, self.reason = STOPPED_BY_CALLBACK, "a callback returned 'stop'"
+                self.status = STOPPED_BY_CALLBACK
+                self.reason = "a callback returned 'stop'"
 
     def _decide(self, rule: EarlyStoppingConfig) -> None:
         is_over, best_step = judge(self._evaluations, rule)

@@ -142,7 +142,9 @@ class RunRecord:
 
 def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The content of run.json at the start of a run."""
-    data, spec, step = run.data, run.batches.spec(), run.step
+    data = run.data
+    spec = run.batches.spec()
+    step = run.step
     inputs = spec.get("inputs")
     num_outputs = step.feed.num_classes(spec)
     info = run_info(
@@ -188,8 +190,8 @@ class StepLog:
     def note(self, number: int, metrics: Mapping[str, jax.Array], seconds: float, waited: float) -> None:
         """Take note of a step that is done."""
         # The step is done: nothing waits for its numbers. Arrays are those of the logged step, as they may be large.
-        averaged = [name for name, value in metrics.items() if name not in STEP_METRICS and not value.ndim]
-        self._meter.record(seconds, waited, {name: metrics[name].item() for name in averaged})
+        scalars = {name: value.item() for name, value in metrics.items() if name not in STEP_METRICS and not value.ndim}
+        self._meter.record(seconds, waited, scalars)
         self._record.spent.add("steps", seconds - waited)
         self._record.spent.add("waiting for data", waited)
         if number % self._every == 0 or number in self._always:
@@ -208,11 +210,16 @@ class StepLog:
     def _log(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         self._unlogged = None
         values = flat_scalars(jax.device_get(dict(metrics)))
-        standard = {name: values.pop(name) for name in ("grad_norm", "skipped_steps")}
-        standard["learning_rate"] = values.pop("learning_rate", None)  # not known of an optimizer from Python
         for name in ("loss", "weight", "skipped_in_a_row", "spiked"):
             values.pop(name, None)
-        self.row = self._meter.row(number, **standard, device_memory_bytes=device_memory_bytes(), more=values)
+        self.row = self._meter.row(
+            number,
+            grad_norm=values.pop("grad_norm"),
+            learning_rate=values.pop("learning_rate", None),  # not known of an optimizer from Python
+            skipped_steps=values.pop("skipped_steps"),
+            device_memory_bytes=device_memory_bytes(),
+            more=values,
+        )
         self._record.scalars(number, self.row)
         self._progress.update(number, self.row)
 
@@ -232,12 +239,17 @@ def run_meter(run: Run, *, own_model: bool) -> Meter:
 
 def step_flops(run: Run) -> float | None:
     """Model FLOPs of a step of the config's model; None where a size that it needs is not known."""
-    config, data, model = run.config, run.data, run.step.model
-    shapes, adapted, adapters = parameter_shapes(model), model.adapted, {}
+    config = run.config
+    data = run.data
+    model = run.step.model
+    shapes = parameter_shapes(model)
+    adapted = model.adapted
+    adapters = {}
     if adapted is None:
         is_trained = trainable_predicate(config.optimizer.freeze, list(shapes))
     else:
-        is_trained, kernels = adapted.trains, parameter_shapes(adapted.original)
+        is_trained = adapted.trains
+        kernels = parameter_shapes(adapted.original)
         # Elements of the two factors of an adapter, as a multiple of its kernel's.
         adapters = {
             path: sum(shapes[f"{path}/{name}"].size for name in LOW_RANK) / kernels[path].size

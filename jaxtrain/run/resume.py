@@ -192,10 +192,10 @@ def check_code(
     changes_step = any(not is_within(key, (*_OUTSIDE_THE_STEP, "train.steps")) for key in changes)
     if changes_step or before is None or before["conditions"] != after["conditions"]:
         return f"{same} (code not compared)"
-    compared = ["step", "initial state"]
+    compared = "step"
     if "train.steps" in changes and current["from_python"]["optimizer"] is None:
-        compared = ["model", "loss", "initial state"]
-    if all(before[key] == after[key] for key in compared):
+        compared = "gradients"
+    if before[compared] == after[compared]:
         return f"{same}, same code"
     parts = [part for part in PARTS if before[part] != after[part]]
     cause = f"the code of the {' and '.join(parts) or 'step'} changed"

@@ -35,8 +35,9 @@ _NAMES = re.compile(r"<function \S+|<bound method \S+|0x[0-9a-f]+")
 def step_code(step: TrainStep, traced: jax.stages.Traced, *, versions: str, draws_parameters: bool) -> dict[str, str]:
     """Return the digests of a traced step, of each of its `PARTS`, and of the conditions that change its program.
 
-    The digest `step` is of all outputs except the learning rate, which is only displayed. The digest of a part is of
-    its equations without the connections between them: it tells which part changed when the steps differ.
+    The digest `step` is of all outputs except the learning rate, which is only displayed, and `gradients` of all that
+    the optimizer gets. Both include the initial state. The digest of a part is of its equations without the connections
+    between them: it tells which part changed when the steps differ.
     """
     reader = _Reader()
     # The leaves of state and metrics; effects follow them.
@@ -47,20 +48,28 @@ def step_code(step: TrainStep, traced: jax.stages.Traced, *, versions: str, draw
         for output, (path, _) in zip(outputs, leaves, strict=False)
         if jax.tree_util.keystr(path) != "[1]['learning_rate']"
     ]
+    initial = []
     if draws_parameters:
-        reader.outputs(step.drawn.jaxpr, "initial state")
+        initial = reader.outputs(step.drawn.jaxpr, "initial state")
     return {
-        "step": _digest(*compared),
+        "step": _digest(*compared, *initial),
+        "gradients": _digest(*reader.before_optimizer, *initial),
         **{part: _digest(*equations) for part, equations in reader.parts.items()},
         "conditions": _digest(f"{versions} {step.mesh.devices.flat[0].device_kind} {step.state_shardings.params}"),
     }
 
 
 class _Reader:
-    """Reads the equations of a trace; `parts` collects a digest of each equation, by the part it belongs to."""
+    """Reads the equations of a trace.
+
+    Attributes:
+        parts: a digest of each equation, by the part it belongs to.
+        before_optimizer: digests of how the values that the optimizer reads from the other parts are computed.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, list[str]] = {part: [] for part in PARTS}
+        self.before_optimizer: list[str] = []
         self._done: dict[tuple[Any, str], list[str]] = {}
 
     def outputs(self, program: Any, part: str) -> list[str]:
@@ -80,6 +89,7 @@ class _Reader:
             return self._text(atom.val, part) if isinstance(atom, Literal) else values[atom]
 
         effects = []
+        computed = set()
         for equation in jaxpr.eqns:
             equation_part = _part_of(str(equation.source_info.name_stack), part)
             text = f"{equation.primitive.name} {self._text(equation.params, equation_part)}"
@@ -88,6 +98,10 @@ class _Reader:
             digest = _digest(text, *map(value_of, equation.invars))
             for index, variable in enumerate(equation.outvars):
                 values[variable] = f"{index} {digest}"
+            if equation_part == "optimizer":
+                self.before_optimizer += [value for value in map(value_of, equation.invars) if value in computed]
+            else:
+                computed |= {values[variable] for variable in equation.outvars}
             # A kernel has no outputs: it writes into memory, which is an effect.
             if any("Debug" not in type(effect).__name__ for effect in equation.effects):
                 effects.append(digest)

@@ -122,6 +122,27 @@ def test_a_rate_in_the_state_of_the_optimizer(tmp_path: Path) -> None:
         train(tmp_path, optimizer=optimizer(3e-2), steps=1)
 
 
+def test_more_steps_of_the_optimizer_of_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its schedule follows the steps; what it gets is compared, also where equations are only connected otherwise."""
+
+    def go_on(steps: int, *, is_swapped: bool = False) -> None:
+        def apply(params: Any, x: Any) -> Any:
+            rows = x.reshape(len(x), -1) @ params["a"]
+            change = jnp.tanh(rows) - rows if is_swapped else rows - jnp.tanh(rows)
+            return change @ params["b"]
+
+        shapes = {"a": (64, 16), "b": (16, 10)}
+        model = jt.from_functions(lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()}, apply)
+        overrides = {"train.steps": steps, "optimizer.schedule.kind": "cosine", "logging.report": False}
+        jt.run_config("digits_mlp", model=model, overrides=overrides, run_dir=tmp_path)
+
+    go_on(1)
+    go_on(2)
+    assert "train.steps 1 -> 2, same code" in capfd.readouterr().err
+    with pytest.raises(jt.ConfigError, match=r"^the code of the \w+ changed"):
+        go_on(3, is_swapped=True)
+
+
 def test_code_is_not_compared_on_another_mesh(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(trained, mesh=jt.make_mesh(data=2, devices=jax.devices()[:2]), model=net(jax.nn.relu))
     assert "(code not compared)" in capfd.readouterr().err
