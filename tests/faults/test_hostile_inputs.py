@@ -138,7 +138,9 @@ def check_stream(command: str, streams: str, code: int, line: str = "") -> None:
     assert line in text
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.long) for one in (">&-", "2>&-"))]
+)
 def test_a_command_works_with_closed_streams(closed, tmp_path):
     train = f"train digits_mlp train.steps=1 logging.report=false logging.tensorboard=false --run-dir {tmp_path}/run"
     check_stream(train, closed, 0)
