@@ -193,11 +193,13 @@ def check_code(
     if changes_step or before is None or before["conditions"] != after["conditions"]:
         return f"{same} (code not compared)"
     compared = "step"
+    parts = [*PARTS]
     if "train.steps" in changes and current["from_python"]["optimizer"] is None:
         compared = "gradients"
+        parts.remove("optimizer")
     if before[compared] == after[compared]:
         return f"{same}, same code"
-    parts = [part for part in PARTS if before[part] != after[part]]
+    parts = [part for part in parts if before[part] != after[part]]
     cause = f"the code of the {' and '.join(parts) or 'step'} changed"
     if may_change:
         return ", ".join([cause, *texts])
