@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tokenizers
+import tokenizers.models
 
 import jaxtrain as jt
 
@@ -291,6 +293,12 @@ def engine_after(names: Names) -> None:
     assert [len(answer) for answer in names["answers"]] == [8] * 6
 
 
+def updated_engine_after(names: Names) -> None:
+    """Each iteration of the loop has trained one step."""
+    assert int(names["state"].step) == 3
+    assert np.isfinite(float(names["metrics"]["loss"]))
+
+
 def flowers_before(folder: Path) -> Names:
     lines = [f"{i % 5},{i * 0.5},{['iris', 'rose'][i % 2]}" for i in range(32)]
     (folder / "flowers.csv").write_text("\n".join(["width,height,kind", *lines]) + "\n")
@@ -334,6 +342,19 @@ def finetuning_after(names: Names) -> None:
     assert losses[-1] < losses[0]
 
 
+def added_tokens_before(folder: Path) -> Names:
+    """A tokenizer with as many tokens as the page's, under its name."""
+    (folder / "models" / "SmolLM2-135M").mkdir(parents=True)
+    words = {f"word{number}": number for number in range(49_152)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.save(str(folder / "models" / "SmolLM2-135M" / "tokenizer.json"))
+    return {}
+
+
+def added_tokens_after(names: Names) -> None:
+    assert tokenizers.Tokenizer.from_file("tools.json").token_to_id("</tool>") + 1 == 49_154
+
+
 def adapting_after(names: Names) -> None:
     merged, first = jax.tree.leaves(names["weights"]), jax.tree.leaves(names["pretrained"].params)
     jax.tree.map(np.testing.assert_array_equal, merged, first)  # adapters begin at 0
@@ -355,7 +376,9 @@ EXPECTED: dict[tuple[str, str], tuple[Callable[[Path], Names], Callable[[Names],
     ("checkpoints.md", "params=params"): (given_parameters_before, given_parameters_after),
     ("data.md", "prefetch("): (data_before, data_after),
     ("data.md", "write_table(pa.table(faq)"): (given_nothing, questions_after),
-    ("engine.md", "jt.Engine("): (given_nothing, engine_after),
+    ("engine.md", "answers = "): (given_nothing, engine_after),
+    ("engine.md", "engine.update("): (given_nothing, updated_engine_after),
+    ("finetuning.md", "add_special_tokens("): (added_tokens_before, added_tokens_after),
     ("finetuning.md", "fit("): (finetuning_before, finetuning_after),
     ("finetuning.md", "merge_adapters("): (finetuning_before, adapting_after),
     ("loss.md", "LogitsLoss("): (given_nothing, loss_after),
