@@ -67,6 +67,10 @@ async def _relay(listener: socket.socket, upstream: tuple[str, int], timeout: fl
                 target.write(data)
                 await target.drain()
 
+    async def hear_out(client: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):  # a client that was killed resets its connection
+            await client.read()
+
     async def serve(from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         while True:
             try:
@@ -85,10 +89,10 @@ async def _relay(listener: socket.socket, upstream: tuple[str, int], timeout: fl
             asks.cancel()
             await asyncio.wait([asks])
             try:
-                await asyncio.wait_for(from_client.read(), _LOST_SECONDS)
+                await asyncio.wait_for(hear_out(from_client), _LOST_SECONDS)
             except TimeoutError:
                 os.write(1, b"x")
-                await from_client.read()
+                await hear_out(from_client)
         to_server.close()
         to_client.close()
 
