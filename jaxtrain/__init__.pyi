@@ -20,14 +20,11 @@ from .inference.engine.request import EngineDead as EngineDead
 from .inference.engine.request import EngineFull as EngineFull
 from .inference.engine.request import Request as Request
 from .inference.generate import generate_text as generate_text
+from .inference.open import open_run as open_run
 from .inference.sampling import Sampling as Sampling
-from .interop.peft import load_adapter as load_adapter
-from .interop.peft import save_adapter as save_adapter
-from .interop.pretrained import Pretrained as Pretrained
-from .interop.pretrained import load_pretrained as load_pretrained
-from .interop.pretrained import save_pretrained as save_pretrained
 from .layout.mesh import make_mesh as make_mesh
 from .layout.rules import DEFAULT_RULES as DEFAULT_RULES
+from .metrics.evaluation import Evaluator as Evaluator
 from .metrics.writers import JsonlWriter as JsonlWriter
 from .models.adapters import adapt as adapt
 from .models.adapters import merge_adapters as merge_adapters
@@ -72,14 +69,12 @@ from .remat.policy import Remat as Remat
 from .run.callbacks import Callback as Callback
 from .run.callbacks import EarlyStopping as EarlyStopping
 from .run.callbacks import Moment as Moment
-from .run.evaluation import Evaluator as Evaluator
 from .run.fit import fit as fit
-from .run.open_run import open_run as open_run
 from .run.run import Result as Result
 from .run.run import run_config as run_config
 from .runtime.distributed import is_main_process as is_main_process
 from .runtime.distributed import start as start
-from .train.assemble import build_step as build_step
+from .train.build import build_step as build_step
 from .train.parallelism import Parallelism as Parallelism
 from .train.parallelism import shard_model as shard_model
 from .train.reference import reference_rows as reference_rows
@@ -88,5 +83,10 @@ from .train.state import EvaluationState as EvaluationState
 from .train.state import TrainState as TrainState
 from .train.step import TrainStep as TrainStep
 from .train.step import make_train_step as make_train_step
+from .weights.peft import load_adapter as load_adapter
+from .weights.peft import save_adapter as save_adapter
+from .weights.pretrained import Pretrained as Pretrained
+from .weights.pretrained import load_pretrained as load_pretrained
+from .weights.pretrained import save_pretrained as save_pretrained
 
 __version__: str

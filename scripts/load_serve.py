@@ -56,8 +56,8 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     from jaxtrain.data.chat.templates import BUILT_IN
     from jaxtrain.data.tokenizer import ByteTokenizer
     from jaxtrain.inference.decoding import generate_ids
+    from jaxtrain.inference.open import open_served
     from jaxtrain.inference.server.bodies import PromptReader
-    from jaxtrain.run.open_run import open_served
 
     tokenizer = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
     sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "max_sequence_length": LENGTH, "vocab_size": 258}

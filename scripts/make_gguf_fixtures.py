@@ -1,11 +1,11 @@
-"""Makes what the tests of GGUF files compare with, in tests/interop/.
+"""Makes what the tests of GGUF files compare with, in tests/weights/.
 
 gguf_blocks.npz holds random blocks of each quantized GGUF type, and what ggml's package makes of them.
 gguf_pieces.json holds a small SentencePiece BPE model, as GGUF keeps it, and the ids that SentencePiece gives to texts.
 
 Run it in an environment with the packages `gguf` and `sentencepiece`, giving it a text to learn pieces from:
 
-    python scripts/make_gguf_fixtures.py README.md tests/interop
+    python scripts/make_gguf_fixtures.py README.md tests/weights
 """
 
 import json

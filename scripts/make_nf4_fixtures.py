@@ -1,4 +1,4 @@
-"""Make tests/precision/nf4.npz with bitsandbytes, and tests/interop/published_nf4/ with transformers and bitsandbytes.
+"""Make tests/precision/nf4.npz with bitsandbytes, and tests/weights/published_nf4/ with transformers and bitsandbytes.
 
     ORACLE/bin/python scripts/make_nf4_fixtures.py
 
@@ -66,7 +66,7 @@ def main() -> None:
             f"{name}/offset": double.offset.numpy(),
         }
     np.savez_compressed(ROOT / "tests/precision/nf4.npz", **arrays)  # pyright: ignore[reportArgumentType]
-    make_folder(ROOT / "tests/interop/published_nf4")
+    make_folder(ROOT / "tests/weights/published_nf4")
     print(
         f"bitsandbytes {bitsandbytes.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )

@@ -1,4 +1,4 @@
-"""Make the tiny adapters of tests/interop/adapters/ with PEFT, over the folders of tests/interop/published/.
+"""Make the tiny adapters of tests/weights/adapters/ with PEFT, over the folders of tests/weights/published/.
 
     ORACLE/bin/python scripts/make_peft_fixtures.py [NAME ...]
 
@@ -22,7 +22,7 @@ import peft
 import torch
 import transformers
 
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "interop"
+TESTS = Path(__file__).resolve().parent.parent / "tests" / "weights"
 TARGET, PUBLISHED = TESTS / "adapters", TESTS / "published"
 
 
@@ -31,7 +31,7 @@ class Adapter:
     """An adapter to make.
 
     Attributes:
-        base: folder of tests/interop/published/.
+        base: folder of tests/weights/published/.
         task: `task_type` of PEFT; None for none.
         rank: of its factors; its alpha is twice as large.
         targets: `target_modules` of PEFT.

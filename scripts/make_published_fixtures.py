@@ -1,4 +1,4 @@
-"""Make the tiny published folders of tests/interop/published/ with transformers, and what it computes with them.
+"""Make the tiny published folders of tests/weights/published/ with transformers, and what it computes with them.
 
     ORACLE/bin/python scripts/make_published_fixtures.py [NAME ...]
 
@@ -35,7 +35,7 @@ from published_fixtures.fixture import (
 )
 
 FIXTURES = (*decoders.FIXTURES, *encoders.FIXTURES, *others.FIXTURES)
-TARGET = Path(__file__).resolve().parent.parent / "tests" / "interop" / "published"
+TARGET = Path(__file__).resolve().parent.parent / "tests" / "weights" / "published"
 # A reader that drops a setting is off by 3 times the tolerance of the comparison (1e-4 of the range) or more: the exact
 # GELU and its approximation differ by little more than that.
 LEAST_MOVE = 3e-4

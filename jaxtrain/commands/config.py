@@ -76,10 +76,11 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
     distributed.start(emulate=emulate, compilation_cache=None)
     import jax
 
+    from jaxtrain.data.configured import open_run_data
     from jaxtrain.layout.rules import table_row
     from jaxtrain.layout.sharding import path_name
     from jaxtrain.metrics.format import format_bytes, format_count
-    from jaxtrain.train.assemble import build_step, open_run_data
+    from jaxtrain.train.build import build_step
 
     model, sizes = config.model, {}
     if model.kind == "transformer" and model.vocab_size is not None:

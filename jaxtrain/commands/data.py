@@ -52,8 +52,8 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the first training rows of a config, and what its data says of itself; 0."""
     config = _load(arguments).config
+    from jaxtrain.data.configured import open_run_data
     from jaxtrain.data.rows import shown_rows
-    from jaxtrain.train.assemble import open_run_data
 
     with own_code(config):
         data = open_run_data(config)

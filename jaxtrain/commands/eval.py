@@ -9,9 +9,9 @@ from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.open import open_run, saved_config
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
-from jaxtrain.run.open_run import open_run, saved_config
 from jaxtrain.runtime import distributed
 
 # Keys that eval may change (the base of adapters may have moved); the others describe the parameters that were trained.
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _evaluated_config(arguments.run_dir, arguments.overrides)
     distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
     main = distributed.is_main_process()
-    from jaxtrain.run.evaluation import evaluate_batches
+    from jaxtrain.metrics.evaluation import evaluate_batches
 
     with own_code(config), Progress(process_index=0 if main else 1) as progress:
         with progress.phase("opening the run"):
@@ -73,7 +73,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     path = arguments.run_dir
     # A published model has no config of its own.
     config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None
-    from jaxtrain.run.harness import evaluate_tasks
+    from jaxtrain.inference.tasks import evaluate_tasks
 
     cache = "auto" if config is None else config.compilation_cache
     distributed.start(emulate=arguments.emulate, compilation_cache=cache)

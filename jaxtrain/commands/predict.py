@@ -13,8 +13,8 @@ import numpy as np
 from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.open import open_model
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.open_run import open_model
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.files import strict_json, write_lines_atomic
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from jaxtrain.commands.shared import print_text
 from jaxtrain.config.files import is_run
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.hub import is_published
-from jaxtrain.run.export import export_folder, export_program, export_run
+from jaxtrain.formats.hub import is_published
+from jaxtrain.inference.export import export_folder, export_program, export_run
 from jaxtrain.run.import_run import import_run
 from jaxtrain.runtime import distributed
 

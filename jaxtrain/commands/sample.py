@@ -13,9 +13,9 @@ import jax
 from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.generate import Written
+from jaxtrain.inference.open import open_model, open_served
+from jaxtrain.inference.predict import Writing, write, writer_of
 from jaxtrain.inference.sampling import Sampling
-from jaxtrain.run.open_run import open_model, open_served
-from jaxtrain.run.predict import Writing, write, writer_of
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 

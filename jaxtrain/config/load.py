@@ -27,7 +27,7 @@ from jaxtrain.config.published import adapter_settings, published_settings
 from jaxtrain.config.schema import AXES, Config, LoraConfig
 from jaxtrain.config.secrets import redacted, redacted_keys
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.hub import config_origin, published_place, tokenizer_origin
+from jaxtrain.formats.hub import config_origin, published_place, tokenizer_origin
 
 # A key `call` in them says the kind as well.
 CALLABLE_GROUPS = tuple(name for name, field in Config.model_fields.items() if CALLED in members(field.annotation))

@@ -9,8 +9,8 @@ from pydantic import Field, create_model, field_validator, model_validator
 from jaxtrain.config.base import Call, Count, Flags, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
 from jaxtrain.config.rope import AnyRope, AttentionTemperature, Factors, LatentConfig, LocalLayers, StateSpaceConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.table import sizes_of
-from jaxtrain.interop.formats.rows import has_bias, norm_has_bias
+from jaxtrain.families.table import sizes_of
+from jaxtrain.formats.rows import has_bias, norm_has_bias
 
 # Key of a model group -> value.
 Size = dict[str, object]

@@ -12,13 +12,13 @@ from jaxtrain.config.errors import explain
 from jaxtrain.config.model import CLIPConfig, EncoderDecoderConfig, ModelConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.rope import LongRope
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.family import Family
-from jaxtrain.interop.families.table import FAMILIES, UnknownFamily, family_of, read_settings
-from jaxtrain.interop.formats.hub import read_published_config
-from jaxtrain.interop.formats.rope import longrope_factor
+from jaxtrain.families.family import Family
+from jaxtrain.families.table import FAMILIES, UnknownFamily, family_of, read_settings
+from jaxtrain.formats.hub import read_published_config
+from jaxtrain.formats.rope import longrope_factor
 
 if TYPE_CHECKING:
-    from jaxtrain.interop.formats.peft_reading import AdapterArrays, AdapterConfig
+    from jaxtrain.formats.peft_reading import AdapterArrays, AdapterConfig
 
 
 def published_family(path: str) -> Family:
@@ -108,7 +108,7 @@ def adapter_settings(path: str, *, base: str, vocab_size: int | None) -> dict[st
     None: the vocabulary is that of the base.
     """
     # They read arrays, and `jaxtrain config` of other configs needs no NumPy.
-    from jaxtrain.interop.formats.peft_reading import open_adapter_folder, read_adapter_arrays
+    from jaxtrain.formats.peft_reading import open_adapter_folder, read_adapter_arrays
 
     folder, (family, settings) = open_adapter_folder(path), _read(base)
     if vocab_size is not None:

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtrain.config.data import TokenizerConfig
 from jaxtrain.data.files import reading, require_file
 from jaxtrain.errors import DataError, first_line
-from jaxtrain.interop.formats.gguf import read_gguf
-from jaxtrain.interop.formats.gguf_tokenizer import tokenizer_files
+from jaxtrain.formats.gguf import read_gguf
+from jaxtrain.formats.gguf_tokenizer import tokenizer_files
 from jaxtrain.runtime.files import write_bytes_atomic
 
 END_OF_TEXT = "<|endoftext|>"

@@ -18,7 +18,7 @@ from jax import export
 
 from jaxtrain import __version__
 from jaxtrain.errors import ConfigError, UserError, first_line
-from jaxtrain.interop.formats.safetensors import write_safetensors
+from jaxtrain.formats.safetensors import write_safetensors
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.runtime.files import strict_json

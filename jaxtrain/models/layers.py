@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.rope import AnyRope, LinearRope, LongRope, RopeScaling, YarnRope
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.rope import longrope_factor
+from jaxtrain.formats.rope import longrope_factor
 from jaxtrain.models.initializers import Initializer
 from jaxtrain.ops.elementwise import aligned, drop_by_row, gelu
 from jaxtrain.ops.linear import linear

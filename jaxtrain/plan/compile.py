@@ -122,7 +122,8 @@ def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[s
 
 def planned_step(config: Config, workload: Workload, devices: list[Any] | None) -> "tuple[TrainStep, dict[str, Any]]":
     """The step of a config for devices (None: all of this process), and the shapes of its batch."""
-    from jaxtrain.train.assemble import build_step, open_run_data
+    from jaxtrain.data.configured import open_run_data
+    from jaxtrain.train.build import build_step
 
     sizes = {name: getattr(workload, name) for name in ("input_shape", "vocab_size", "num_outputs")}
     step = build_step(config, **sizes, devices=devices)
@@ -133,7 +134,7 @@ def planned_step(config: Config, workload: Workload, devices: list[Any] | None) 
 
 def stand_in_batches(config: Config, data: "Data", step: "TrainStep") -> "Batches | BatchStream":
     """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
-    from jaxtrain.train.assemble import training_batches
+    from jaxtrain.data.configured import training_batches
     from jaxtrain.train.reference import awaiting_reference, lacks_reference
 
     batches = training_batches(config, data)

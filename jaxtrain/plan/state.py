@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxtrain.config.fits import fresh_parts
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import (
     AdafactorDirection,
@@ -21,8 +22,7 @@ from jaxtrain.config.optimizers import (
 )
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.nf4 import BLOCK, NESTED_BLOCK
-from jaxtrain.interop.settings import fresh_parts
+from jaxtrain.formats.nf4 import BLOCK, NESTED_BLOCK
 from jaxtrain.layout.rules import (
     AxesTable,
     Entry,

@@ -181,7 +181,7 @@ def _workload(config: Config, sizes: RowSizes, unit: str) -> Workload:
 @functools.lru_cache(maxsize=4)
 def _opened_sizes(config: str) -> RowSizes:
     """The sizes of the rows that a function of the user's returns, from a config as JSON."""
-    from jaxtrain.train.assemble import open_run_data
+    from jaxtrain.data.configured import open_run_data
 
     data = open_run_data(Config.model_validate_json(config))
     length = data.decoder_length

@@ -2,7 +2,7 @@
 
 Dims of shapes: D input features (I, where several dims are flattened), F output features, B = ceil(I / 64) blocks per
 output; `*stack` are the dims that count layers. The format, and what it is equal to, is that of
-`jaxtrain.interop.formats.nf4`, whose rows are our columns.
+`jaxtrain.formats.nf4`, whose rows are our columns.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.nf4 import (
+from jaxtrain.formats.nf4 import (
     BLOCK,
     LEVELS,
     NESTED_BLOCK,

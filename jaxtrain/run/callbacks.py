@@ -20,7 +20,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
-from jaxtrain.train.assemble import OwnStep
+from jaxtrain.train.build import OwnStep
 from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None

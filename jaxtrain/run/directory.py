@@ -2,32 +2,29 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from jaxtrain.checkpoint.directory import moment
 from jaxtrain.config import Loaded
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import RUN_FILE
 from jaxtrain.config.schema import check_run_name
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError
 from jaxtrain.runtime.host import drop_in_children
 from jaxtrain.runtime.terminal import print_remark
 
 LOCK_NAME = "lock"
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
 _INSTEAD = "use a local folder; only checkpoints can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
 _OF_A_RUN = (
     *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "reference.npz"),
-    *("profile", "trackers", TOKENIZER_FILE, "tokenizer_config.json"),
+    *("profile", "trackers", "tokenizer.json", "tokenizer_config.json"),
 )
 
 
@@ -132,19 +129,3 @@ def set_aside(run_dir: Path) -> Path | None:
     for path in old:
         path.rename(folder / path.name)
     return folder
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a small file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
-    """The intact tokenizer file of a run; None where the run has none."""
-    path = run_dir / TOKENIZER_FILE
-    wanted = info.get(TOKENIZER_DIGEST)
-    is_there = path.is_file()
-    if wanted is None or (is_there and file_digest(path) == wanted):
-        return path if is_there else None
-    state = "is damaged, or not the run's" if is_there else "is gone"
-    raise DataError(f"{path} {state}; run 'jaxtrain train {run_dir}' again, which writes it from the data of the run")

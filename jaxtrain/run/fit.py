@@ -23,7 +23,7 @@ from jaxtrain.run.callbacks import Callback, EarlyStopping, Given
 from jaxtrain.run.directory import numbered_folder, run_folder
 from jaxtrain.run.run import Result, train_loaded
 from jaxtrain.runtime import distributed
-from jaxtrain.train.assemble import OwnStep
+from jaxtrain.train.build import OwnStep
 from jaxtrain.train.parallelism import Parallelism, check_parts
 
 

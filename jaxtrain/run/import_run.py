@@ -9,20 +9,22 @@ import jax
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import load_config
 from jaxtrain.config.files import is_run
+from jaxtrain.config.fits import check_fits
 from jaxtrain.config.published import published_settings
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.hub import published_place, tokenizer_origin
-from jaxtrain.interop.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
-from jaxtrain.interop.settings import check_fits
+from jaxtrain.formats.hub import published_place, tokenizer_origin
+from jaxtrain.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import TimeSpent
+from jaxtrain.run.assemble import assemble
 from jaxtrain.run.callbacks import Given
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.resume import describe_start, run_metadata, start_of, trained_leaves
 from jaxtrain.runtime import distributed
-from jaxtrain.train.assemble import OwnStep, assemble, open_run_data
-from jaxtrain.train.base import without_base
+from jaxtrain.train.build import OwnStep
+from jaxtrain.weights.base import without_base
 
 # Rows of what is not there are made up: nothing is trained on them.
 _MADE_UP_ROWS = 64

@@ -11,9 +11,9 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.run.interrupt import StoppedWaiting
-from jaxtrain.run.saving import is_due
+from jaxtrain.run.checkpointing import is_due
 from jaxtrain.run.session import Session, shown_metrics
+from jaxtrain.run.signals import StoppedWaiting
 from jaxtrain.runtime import host
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
@@ -79,7 +79,7 @@ def _sampled(session: Session, done: int, state: TrainState) -> str | None:
         with spent.measure("saving"):
             session.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
         with spent.measure("sampling"):
-            from jaxtrain.run.predict import sample_text
+            from jaxtrain.run.sample import sample_text
 
             sample = sample_text(session.run, state, session.progress)
         if sample is not None:

@@ -12,6 +12,7 @@ from jaxtrain.config import Loaded
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
+from jaxtrain.inference.published import TOKENIZER_DIGEST, keep_published, keep_tokenizer
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
@@ -21,13 +22,11 @@ from jaxtrain.metrics.trackers import Trackers, check_trackers, open_trackers
 from jaxtrain.metrics.writers import MultiWriter, Scalars, flat_scalars, open_writers
 from jaxtrain.models.model import LOW_RANK, parameter_shapes
 from jaxtrain.optim.optimizers import trainable_predicate
-from jaxtrain.run.directory import TOKENIZER_DIGEST
-from jaxtrain.run.published import keep_published, keep_tokenizer
+from jaxtrain.run.assemble import Run
 from jaxtrain.runtime.devices import peak_flops
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import write_json_atomic, write_text_atomic
 from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.train.assemble import Run
 from jaxtrain.train.update import STEP_METRICS
 
 

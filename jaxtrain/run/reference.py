@@ -15,12 +15,13 @@ import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
+from jaxtrain.data.configured import reading_threads, training_batches
 from jaxtrain.data.rows import with_entry
 from jaxtrain.errors import CheckpointError
 from jaxtrain.metrics.progress import Progress
+from jaxtrain.run.assemble import Run
 from jaxtrain.runtime.distributed import is_main_process
 from jaxtrain.runtime.files import write_bytes_atomic
-from jaxtrain.train.assemble import Run, reading_threads, training_batches
 from jaxtrain.train.reference import ENTRY, compute_reference, with_reference
 from jaxtrain.train.state import TrainState
 

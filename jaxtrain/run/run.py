@@ -13,15 +13,18 @@ import optax
 
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.fits import check_fits, fresh_notes
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.model import published_from
 from jaxtrain.config.schema import EvaluationConfig, limits
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data import Data
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
-from jaxtrain.interop.settings import check_fits, fresh_notes
+from jaxtrain.inference.published import check_class_order
 from jaxtrain.layout.mesh import make_mesh, mesh_notes
 from jaxtrain.layout.rules import config_degrees
+from jaxtrain.metrics.evaluation import TO_HOLD_OUT, Evaluator
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.history import flat, read_rows
 from jaxtrain.metrics.progress import Progress
@@ -31,12 +34,12 @@ from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.models.model import Model
 from jaxtrain.models.task import Task
 from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.run.assemble import Run, assemble
 from jaxtrain.run.callbacks import EARLY_STOPPED, Callback, EarlyStopping, Given, Watch, sorted_callbacks
+from jaxtrain.run.checkpointing import RunSaves, begin_folder, open_checkpoints, take_up_files
+from jaxtrain.run.code import step_code
 from jaxtrain.run.directory import RunLock, folder_of
-from jaxtrain.run.evaluation import TO_HOLD_OUT, Evaluator
-from jaxtrain.run.interrupt import Interrupt
 from jaxtrain.run.loop import train
-from jaxtrain.run.published import check_class_order
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
 from jaxtrain.run.reference import first_reference, with_kept_reference
 from jaxtrain.run.resume import (
@@ -51,18 +54,17 @@ from jaxtrain.run.resume import (
     start_of,
     trained_leaves,
 )
-from jaxtrain.run.saving import RunSaves, begin_folder, open_checkpoints, take_up_files
 from jaxtrain.run.session import Session
+from jaxtrain.run.signals import Interrupt
 from jaxtrain.run.watchdog import Activity, watched
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import Facts, check_devices, is_main_process, together
-from jaxtrain.train.assemble import OwnStep, Run, assemble, open_run_data
-from jaxtrain.train.base import BaseRecord, without_base
-from jaxtrain.train.code import step_code
+from jaxtrain.train.build import OwnStep
 from jaxtrain.train.parallelism import check_parts
 from jaxtrain.train.state import TrainState
+from jaxtrain.weights.base import BaseRecord, without_base
 
 # What a process may have of its own: where it finds and keeps files, what its host does ahead, and what only process 0
 # writes. Whether data at another path is the same data is told by its content.

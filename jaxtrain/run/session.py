@@ -13,18 +13,18 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.data import prefetch
 from jaxtrain.errors import PreemptedError, StorageError
+from jaxtrain.metrics.evaluation import Evaluator, held_out_batches
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars, flat_scalars
+from jaxtrain.run.assemble import Run
 from jaxtrain.run.callbacks import Watch
-from jaxtrain.run.evaluation import Evaluator, held_out_batches
-from jaxtrain.run.interrupt import Interrupt, StoppedWaiting
+from jaxtrain.run.checkpointing import RunSaves
 from jaxtrain.run.record import RunRecord, StepLog
 from jaxtrain.run.resume import trained_leaves
-from jaxtrain.run.saving import RunSaves
+from jaxtrain.run.signals import Interrupt, StoppedWaiting
 from jaxtrain.run.watchdog import Activity
-from jaxtrain.train.assemble import Run
-from jaxtrain.train.base import without_base
 from jaxtrain.train.state import TrainState
+from jaxtrain.weights.base import without_base
 
 
 def shown_metrics(metrics: Scalars) -> list[str]:

@@ -15,8 +15,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.models.initializers import CannotFollowError, can_draw, follow
 from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
-from jaxtrain.train.start import Start
 from jaxtrain.train.state import TrainState, select_leaves
+from jaxtrain.weights.load import Start
 
 # Each of several processes draws the whole state: up to this many numbers, which take it two seconds.
 _MOST_DRAWN_BY_EACH = 2**29

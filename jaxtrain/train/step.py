@@ -32,7 +32,6 @@ from jaxtrain.train.first_state import FirstState
 from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
 from jaxtrain.train.program import take_step
 from jaxtrain.train.spikes import SpikeRule
-from jaxtrain.train.start import accept_start
 from jaxtrain.train.state import (
     StepProgram,
     StepSettings,
@@ -43,6 +42,7 @@ from jaxtrain.train.state import (
     state_shardings,
 )
 from jaxtrain.train.update import Metrics
+from jaxtrain.weights.load import accept_start
 
 
 class TrainStep:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import load_config
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.optim.optimizers import build_schedule
-from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.run.assemble import assemble
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, np.ndarray]:

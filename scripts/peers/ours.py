@@ -20,7 +20,8 @@ def main(name: str, overrides: list[str]) -> None:
     import jax
 
     from jaxtrain.data import prefetch
-    from jaxtrain.train.assemble import assemble, open_run_data
+    from jaxtrain.data.configured import open_run_data
+    from jaxtrain.run.assemble import assemble
 
     run_parts = assemble(config, open_run_data(config))
     step = run_parts.step

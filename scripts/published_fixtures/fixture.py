@@ -56,7 +56,7 @@ class Fixture:
     """A tiny checkpoint of one family.
 
     Attributes:
-        name: its folder under tests/interop/published/.
+        name: its folder under tests/weights/published/.
         architecture: class of transformers.
         config: config of transformers.
         expect: model, fixture and random generator -> the arrays of expected.npz but for the gradients.

@@ -11,7 +11,7 @@ from jaxtrain.bench.measure import start_seconds
 from jaxtrain.config import load_config
 from jaxtrain.plan.compile import batch_shapes
 from jaxtrain.plan.workload import describe_workload
-from jaxtrain.train.assemble import build_step
+from jaxtrain.train.build import build_step
 
 TINY = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.max_sequence_length=16"]
 TINY_RUN = [*TINY, "train.global_batch_size=8", "data.kind=synthetic", "data.num_rows=64", "train.steps=5"]

@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.places import EXTRAS, RemotePath
 from jaxtrain.checkpoint.run_folder import MARKER, NOTE, checkpoint_folder
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.saving import open_checkpoints
+from jaxtrain.run.checkpointing import open_checkpoints
 
 
 def test_an_address_has_one_form():

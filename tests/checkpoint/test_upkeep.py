@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.checkpoint import Checkpointer, upkeep
 from jaxtrain.checkpoint.directory import SaveError
 from jaxtrain.config.schema import CheckpointConfig
-from jaxtrain.run.saving import RunSaves
+from jaxtrain.run.checkpointing import RunSaves
 
 
 def state(number: int) -> dict[str, Any]:
@@ -51,18 +51,18 @@ def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: p
     now, answers, saved = 0.0, [], []
     clocks = [lambda: now, lambda: 1e6 + 3 * now]
     agree = [lambda decide: answers.append(decide()) or answers[-1], lambda decide: answers[-1]]
-    monkeypatch.setattr("jaxtrain.run.saving.jax.process_count", lambda: 2)
+    monkeypatch.setattr("jaxtrain.run.checkpointing.jax.process_count", lambda: 2)
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         processes = []
         for clock in clocks:
-            monkeypatch.setattr("jaxtrain.run.saving.time.monotonic", clock)
+            monkeypatch.setattr("jaxtrain.run.checkpointing.time.monotonic", clock)
             processes.append(RunSaves(checkpointer, CheckpointConfig(every_minutes=2), tmp_path, report=print))
         for number in range(1, 301):
             now += 1.0 if number < 200 else 10.0
             due = []
             for process, clock, answer in zip(processes, clocks, agree, strict=True):
-                monkeypatch.setattr("jaxtrain.run.saving.time.monotonic", clock)
-                monkeypatch.setattr("jaxtrain.run.saving.from_process_0", answer)
+                monkeypatch.setattr("jaxtrain.run.checkpointing.time.monotonic", clock)
+                monkeypatch.setattr("jaxtrain.run.checkpointing.from_process_0", answer)
                 due.append(process.is_due(number))
                 if due[-1]:
                     process._saved_at = clock()

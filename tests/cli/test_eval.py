@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxtrain.run.open_run import open_run, saved_config
+from jaxtrain.inference.open import open_run, saved_config
 
 
 @pytest.fixture(params=["text_run", "image_run"])

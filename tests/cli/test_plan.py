@@ -10,7 +10,7 @@ from jaxtrain.config import load_config
 from jaxtrain.plan.compile import sharded_bytes
 from jaxtrain.plan.step import with_degrees
 from jaxtrain.plan.workload import describe_workload
-from jaxtrain.train.assemble import build_step
+from jaxtrain.train.build import build_step
 
 PLAN = ("plan", "quickstart", "--analytic", "--on")
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.run.open_run import open_run
+from jaxtrain.inference.open import open_run
 
 GREEDY = ("--temperature", "0")
 

@@ -17,9 +17,9 @@ import jaxtrain as jt
 from jaxtrain.data.chat.templates import BUILT_IN
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.decoding import generate_ids
+from jaxtrain.inference.open import open_served
 from jaxtrain.inference.server.app import build_app
 from jaxtrain.inference.server.serve import start_service
-from jaxtrain.run.open_run import open_served
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))

@@ -12,7 +12,7 @@ from jaxtrain.cli import main
 from jaxtrain.commands.table import COMMANDS, Command
 
 PLAN = "plan quickstart --analytic --on"
-LLAMA = Path(__file__).resolve().parents[1] / "interop" / "published" / "llama"
+LLAMA = Path(__file__).resolve().parents[1] / "weights" / "published" / "llama"
 # id: (words, exit code, pattern of the line)
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),

@@ -15,9 +15,10 @@ from huggingface_hub.errors import GatedRepoError
 
 from jaxtrain import load_config
 from jaxtrain.config.files import find_config, shipped_configs
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.errors import ConfigError
+from jaxtrain.run.assemble import assemble
 from jaxtrain.run.run import run_config
-from jaxtrain.train.assemble import assemble, open_run_data
 
 SHIPPED = {
     "bench_cpu",
@@ -173,7 +174,7 @@ def test_smollm2_lora_runs_as_it_is_where_its_weights_are_installed(tmp_path):
 
 def test_another_published_model_takes_the_place_of_the_config_s_own(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    bert = str(Path(__file__).parents[1] / "interop" / "published" / "bert_base")
+    bert = str(Path(__file__).parents[1] / "weights" / "published" / "bert_base")
     for given in ({"overrides": [f"model.from={bert}"]}, {"keywords": {"model.from": bert}}):
         model = load_config("minilm_classify", **given).config.model
         assert (model.head.kind, model.head.pooling, model.head.dropout, model.size) == ("sequence", "mean", 0.1, None)

@@ -9,7 +9,7 @@ from test_chat_rows import chat_folder, said
 
 from jaxtrain.data import open_data
 from jaxtrain.errors import UserError
-from jaxtrain.interop.formats.safetensors import FolderSource
+from jaxtrain.formats.safetensors import FolderSource
 
 WEIGH = {"type": "function", "function": {"name": "weigh", "parameters": {"properties": {"unit": {"type": "string"}}}}}
 CALL = {"type": "function", "function": {"name": "weigh", "arguments": {"unit": "kg"}}}

@@ -19,9 +19,10 @@ from jaxtrain.config.data import (
     TokenizerConfig,
 )
 from jaxtrain.data import Batches, check_tokens, load_tokenizer, open_data, prepare_tokens
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.run.assemble import assemble
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=300)
 

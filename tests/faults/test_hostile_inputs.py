@@ -14,7 +14,7 @@ import pytest
 import jaxtrain
 from jaxtrain.cli import main
 from jaxtrain.errors import CheckpointError
-from jaxtrain.interop.formats.safetensors import open_folder
+from jaxtrain.formats.safetensors import open_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(jaxtrain.__file__).parent

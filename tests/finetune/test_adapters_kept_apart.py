@@ -12,7 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.train.base import describe_base, without_base
+from jaxtrain.weights.base import describe_base, without_base
 
 MODEL: dict[str, Any] = dict(
     kind="transformer", num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32, max_sequence_length=16, vocab_size=64

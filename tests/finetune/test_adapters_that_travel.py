@@ -12,9 +12,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.safetensors import map_tensor, read_header
+from jaxtrain.formats.safetensors import map_tensor, read_header
 
-INTEROP = Path(__file__).parent.parent / "interop"
+INTEROP = Path(__file__).parent.parent / "weights"
 LLAMA, ADAPTER = INTEROP / "published" / "llama", INTEROP / "adapters" / "llama"
 CONFIG = {
     "model": {"from": str(LLAMA)},
@@ -95,7 +95,7 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(imported, cli, tmp_p
     wanted = dict(np.load(ADAPTER / "expected.npz"))
     merged = jt.load_pretrained(tmp_path / "out")
     logits = logits_of(merged.model, merged.params, jnp.asarray(wanted["tokens"], jnp.int32))
-    # As of the base in tests/interop/test_families.py.
+    # As of the base in tests/weights/test_families.py.
     np.testing.assert_allclose(logits, wanted["logits"], rtol=0, atol=1e-4 * np.ptp(wanted["logits"]))
 
 

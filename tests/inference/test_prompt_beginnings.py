@@ -14,8 +14,8 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.inference import generate
 from jaxtrain.inference.harness import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
+from jaxtrain.inference.published import read_texts
 from jaxtrain.inference.server.bodies import PromptReader
-from jaxtrain.run.published import read_texts
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 16,

@@ -14,10 +14,11 @@ from jaxtrain.config.model import (
     TransformerConfig,
     ViTConfig,
 )
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.run.assemble import assemble
 from jaxtrain.run.record import step_flops
 from jaxtrain.runtime.devices import peak_flops
-from jaxtrain.train.assemble import assemble, open_run_data
 
 _flops = functools.partial(
     model_flops_per_row, sequence_length=None, input_shape=None, num_outputs=None, vocab_size=None

@@ -1,6 +1,6 @@
 """CLIP by hand: what stands for a text, the activation, the norm before the blocks of a ViT, the loss, refusals.
 
-The whole model is compared with transformers in tests/interop/test_families.py. Shapes: B batch, P of embeddings.
+The whole model is compared with transformers in tests/weights/test_families.py. Shapes: B batch, P of embeddings.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jaxtrain.config import load_config
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.model import ViTConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.families.table import read_settings
+from jaxtrain.families.table import read_settings
 from jaxtrain.models.layers import ACTIVATIONS
 from jaxtrain.models.shipped.build import build_model
 

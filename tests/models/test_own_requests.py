@@ -26,7 +26,7 @@ from jaxtrain import (
     make_train_step,
 )
 from jaxtrain.layout.sharding import path_name
-from jaxtrain.train.assemble import build_step
+from jaxtrain.train.build import build_step
 
 ROWS = np.ones((8, 8), np.float32)
 BATCH = {"inputs": ROWS, "targets": np.zeros(8, np.int32)}

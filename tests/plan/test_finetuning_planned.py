@@ -17,7 +17,7 @@ from jaxtrain.plan.state import finetuned
 from jaxtrain.plan.step import with_degrees
 from jaxtrain.plan.targets import target_of
 from jaxtrain.plan.workload import describe_workload, model_tensors
-from jaxtrain.train.assemble import build_step
+from jaxtrain.train.build import build_step
 
 LORA = "finetune.lora={rank: 4}"
 # config, overrides, devices

@@ -19,7 +19,7 @@ from jaxtrain.plan.show import answer_lines
 from jaxtrain.plan.step import with_degrees
 from jaxtrain.plan.targets import nominal_cpu, parse_targets, target_of
 from jaxtrain.plan.workload import describe_workload
-from jaxtrain.train.assemble import build_step
+from jaxtrain.train.build import build_step
 
 H100X8 = target_of(catalogue()["h100"], 8)
 SMALL = (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.interop.formats.nf4 import dequantize_magnitudes, dequantize_rows
+from jaxtrain.formats.nf4 import dequantize_magnitudes, dequantize_rows
 from jaxtrain.ops.linear import int8_matmul, nf4_matmul
 from jaxtrain.precision import nf4
 from jaxtrain.precision.kernels import quantize_kernel

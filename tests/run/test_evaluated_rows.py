@@ -13,7 +13,7 @@ import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.permutation import evaluated_numbers
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.evaluation import Evaluator, dividing_batch, held_out_batches
+from jaxtrain.metrics.evaluation import Evaluator, dividing_batch, held_out_batches
 
 HELD_OUT, BATCH, MOST = 96, 8, 3
 PICKED = evaluated_numbers(HELD_OUT, BATCH * MOST)

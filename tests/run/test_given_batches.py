@@ -16,7 +16,7 @@ from training_runs import losses
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.stream import BatchStream
-from jaxtrain.train.assemble import _with_steps
+from jaxtrain.run.assemble import _with_steps
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 Y = X.argmax(-1).astype(np.int32)

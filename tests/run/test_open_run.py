@@ -10,8 +10,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
-from jaxtrain.run.directory import TOKENIZER_DIGEST, TOKENIZER_FILE
-from jaxtrain.run.published import keep_tokenizer, read_tokenizer
+from jaxtrain.inference.published import TOKENIZER_DIGEST, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 
 CONFIG = {
     "task": "classification",

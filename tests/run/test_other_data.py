@@ -9,7 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.open_run import saved_config
+from jaxtrain.inference.open import saved_config
 
 QUIET = {"train.steps": 1, "logging.report": False, "logging.tensorboard": False}
 TEXTS = {"data.kind": "labelled_text", "data.path": "a.csv", "data.validation_path": "b.csv"}

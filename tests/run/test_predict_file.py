@@ -110,8 +110,8 @@ def refuse(*_, **__):
 def test_rows_are_read_as_in_training(kind, trained, monkeypatch):
     """The file that the run was trained on, through the loader of training and by `predict_file`."""
     folder = trained(kind)
-    monkeypatch.setattr("jaxtrain.train.assemble.make_train_step", refuse)
-    monkeypatch.setattr("jaxtrain.train.assemble.build_optimizer", refuse)
+    monkeypatch.setattr("jaxtrain.run.assemble.make_train_step", refuse)
+    monkeypatch.setattr("jaxtrain.run.assemble.build_optimizer", refuse)
     run = jt.open_run(folder / "run")
     path = run.config.data.path
     outputs = predicted(run, kind, path)
@@ -215,7 +215,7 @@ def test_a_language_model_has_no_predictions(trained, tmp_path, cli):
     assert "gives no class, number or embedding per row of a file; jaxtrain sample continues texts" in answer.err
 
 
-PUBLISHED = Path(__file__).parent.parent / "interop" / "published"
+PUBLISHED = Path(__file__).parent.parent / "weights" / "published"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "one", "two", "three", "four"]
 
 

@@ -17,7 +17,7 @@ from training_runs import TINY, command, environment, losses, saved_arrays, writ
 
 import jaxtrain as jt
 from jaxtrain.run.directory import RunLock
-from jaxtrain.run.interrupt import Interrupt
+from jaxtrain.run.signals import Interrupt
 
 
 def free_port() -> int:

@@ -15,8 +15,9 @@ from training_runs import rows
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.run import record
-from jaxtrain.train.assemble import assemble, open_run_data
+from jaxtrain.run.assemble import assemble
 
 QUIET = {"tensorboard": False, "report": False}
 

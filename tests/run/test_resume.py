@@ -15,9 +15,9 @@ from training_runs import TINY, environment, losses, rows, run_process, saved_ar
 import jaxtrain as jt
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import load_config
+from jaxtrain.data.configured import open_run_data
 from jaxtrain.run.directory import set_aside
 from jaxtrain.run.resume import check_stream
-from jaxtrain.train.assemble import open_run_data
 
 
 def train(

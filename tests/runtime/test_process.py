@@ -14,12 +14,12 @@ from jaxtrain.runtime.host import SETTINGS
 WITH_WORKERS = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
-import jaxtrain.run.interrupt, jaxtrain.run.directory
+import jaxtrain.run.signals, jaxtrain.run.directory
 from jaxtrain.runtime.host import end_at_signals
 folder = Path(sys.argv[1])
 end_at_signals()
 fork = multiprocessing.get_context("fork")
-with jaxtrain.run.directory.RunLock(folder), jaxtrain.run.interrupt.Interrupt() as interrupt:
+with jaxtrain.run.directory.RunLock(folder), jaxtrain.run.signals.Interrupt() as interrupt:
     workers = [fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2)]
     for worker in workers:
         worker.start()

@@ -12,10 +12,10 @@ import pytest
 
 from jaxtrain.config.model import MLPConfig
 from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.metrics.evaluation import Evaluator
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, regression
-from jaxtrain.run.evaluation import Evaluator
 from jaxtrain.train.step import make_train_step
 
 CENTERS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)

@@ -14,7 +14,7 @@ import pytest
 
 import jaxtrain as jt
 
-LLAMA = Path(__file__).parent.parent / "interop" / "published" / "llama"
+LLAMA = Path(__file__).parent.parent / "weights" / "published" / "llama"
 GROUP = {"kind": "transformer", "num_layers": 1, "embed_dim": 8, "num_heads": 2, "vocab_size": 40}
 MLP = {"kind": "mlp"}
 X, Y = np.ones((8, 4), np.float32), np.zeros(8, np.int32)

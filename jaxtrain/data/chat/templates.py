@@ -36,7 +36,7 @@ from jaxtrain.data.tokenizer import (
     special_names,
 )
 from jaxtrain.errors import ConfigError, DataError, first_line
-from jaxtrain.interop.formats.chat_template import read_template, with_tool_use
+from jaxtrain.formats.chat_template import read_template, with_tool_use
 
 # Templates that need no file: each message between two tokens, or the texts one after another.
 BUILT_IN = {
