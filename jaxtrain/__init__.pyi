@@ -3,6 +3,7 @@
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .config.load import load_config as load_config
 from .config.schema import Config as Config
+from .config.schema import EarlyStopping as EarlyStopping
 from .config.schema import LoraConfig as LoraConfig
 from .data.batches import Batches as Batches
 from .data.batches import prefetch as prefetch
@@ -67,11 +68,10 @@ from .precision.policy import Policy as Policy
 from .precision.policy import get_policy as get_policy
 from .remat.policy import Remat as Remat
 from .run.callbacks import Callback as Callback
-from .run.callbacks import EarlyStopping as EarlyStopping
 from .run.callbacks import Moment as Moment
 from .run.fit import fit as fit
-from .run.run import Result as Result
-from .run.run import run_config as run_config
+from .run.run_config import run_config as run_config
+from .run.trainer import Result as Result
 from .runtime.distributed import is_main_process as is_main_process
 from .runtime.distributed import start as start
 from .train.build import build_step as build_step

@@ -59,7 +59,7 @@ def imported(tree):
 def floor_of(name):
     """The place of a module's room in the order; the package's own face stands above all."""
     room = name.partition(".")[2].partition(".")[0]
-    return ORDER.index(room) if room else len(ORDER)
+    return ORDER.index(room) if room in ORDER else len(ORDER)
 
 
 def upward(name, tree):

@@ -17,10 +17,9 @@ from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
 from jaxtrain.data.configured import open_run_data
-from jaxtrain.metrics.throughput import Meter, device_memory_bytes
+from jaxtrain.metrics.throughput import Meter, StepClock, device_memory_bytes
 from jaxtrain.plan.compile import batch_shapes, stand_in_batches
 from jaxtrain.plan.workload import Workload
-from jaxtrain.run.loop import StepClock
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.build import build_step
 from jaxtrain.train.state import TrainState

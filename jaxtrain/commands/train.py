@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.restarts:
         return _run_restarted(arguments)
     from jaxtrain.commands.shared import own_code
-    from jaxtrain.run.run import run_config
+    from jaxtrain.run.run_config import run_config
 
     loaded = load_config(arguments.config, overrides=arguments.overrides)
     with own_code(loaded.config):

@@ -29,7 +29,8 @@ class _OneLine(type(BaseModel)):
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
-        def __call__(cls: Any, **values: Any) -> Any:
+        def __call__(cls: Any, *arguments: Any, **values: Any) -> Any:
+            values |= zip(cls.model_fields, arguments, strict=False)
             try:
                 return super().__call__(**values)
             except ValidationError as error:

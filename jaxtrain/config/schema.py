@@ -208,8 +208,23 @@ _HIGHER_IS_BETTER = {
 }
 
 
-class EarlyStoppingConfig(Group):
-    """Ends a run early when an evaluation metric stops improving."""
+class EarlyStopping(Group):
+    """Ends a run when a metric of its evaluations gets no better; `fit` and `run_config` take it as a callback too.
+
+    The run then ends as one that is done. Going on needs another `patience`, or none of it. With `keep_best` of the
+    checkpoints, the state with the best value is saved whenever there is a better one, and stays.
+
+    Attributes:
+        metric: of the evaluation, under its name in metrics.jsonl.
+        patience: evaluations in a row without a better value after which the run stops.
+        min_delta: a value is better if it differs from the best one by more than this.
+        mode: whether lower (min) or higher (max) values are better. auto: as the end of the name says, for metrics of
+            shipped tasks and others such as `auc`; a metric of another name is refused without a mode.
+
+    Example:
+        >>> jt.EarlyStopping(metric="eval_gain", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
+        EarlyStopping(metric='eval_gain', patience=5, min_delta=0.0, mode='max')
+    """
 
     metric: str = "eval_loss"
     """Evaluation metric, by its name in metrics.jsonl."""
@@ -253,7 +268,7 @@ class EvaluationConfig(Group):
     """Length of the sample, in tokens."""
     sample_temperature: Annotated[float, Field(ge=0, le=1000)] = 0.8
     """Temperature of the sample; 0 takes the most likely token."""
-    early_stopping: EarlyStoppingConfig | None = None
+    early_stopping: EarlyStopping | None = None
     """Stop when a metric stops improving ({metric: eval_loss, patience: 3, min_delta: 0, mode: auto}); null: never."""
 
     @model_validator(mode="after")

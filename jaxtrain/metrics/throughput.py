@@ -102,6 +102,29 @@ def _finite_mean(values: Sequence[float]) -> float:
     return fmean(finite) if finite else values[-1]
 
 
+class StepClock:
+    """Seconds of each step: its own wait for data and its own work, without the pauses between the steps."""
+
+    def __init__(self) -> None:
+        self._end = 0.0
+
+    def begin(self) -> None:
+        """Begin to measure the work of a step, with no other step under way."""
+        self._end = time.perf_counter()
+
+    def done(self, waited: float, next_wait: float) -> float:
+        """Return the seconds of the step that has just finished.
+
+        Args:
+            waited: seconds that this step waited for its batch.
+            next_wait: seconds that the next step, which is under way, has waited for its batch meanwhile.
+        """
+        now = time.perf_counter()
+        seconds = now - self._end - next_wait + waited
+        self._end = now
+        return seconds
+
+
 Part = Literal[
     "reading data", "compiling", "creating state", "steps", "waiting for data", "evaluation", "saving", "sampling"
 ]

@@ -1,7 +1,6 @@
-"""From a config and its data to the objects of a run: batches, mesh and step. Nothing is allocated on a device."""
+"""From a spec and its data to the objects of a run: batches, mesh and step. Nothing is allocated on a device."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,108 +8,97 @@ import numpy as np
 
 from jaxtrain.config.base import Call
 from jaxtrain.config.kinds import check_kinds, check_sizes
-from jaxtrain.config.schema import Config, TrainConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.data import Batches, Data
-from jaxtrain.data.configured import training_batches
+from jaxtrain.data.configured import training_batches, with_counted_steps
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Model, count_parameters
-from jaxtrain.models.task import Task
-from jaxtrain.train.build import OwnStep, build_step, with_output_scale
-from jaxtrain.train.reference import awaiting_reference, lacks_reference
+from jaxtrain.models.model import count_parameters
+from jaxtrain.run.spec import RunSpec
+from jaxtrain.train.build import build_step, with_output_scale
 from jaxtrain.train.step import TrainStep
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a config describes, ready to compile.
+    """What a spec describes, ready to compile.
 
-    `awaits_reference`: whether the rows hold NaN as their entry `reference` until the run has computed it.
+    Attributes:
+        spec: what the run was made from.
+        config: that of the spec, its epochs as steps.
+        data, batches: the rows, and how training takes them.
+        step: the train step.
+        num_parameters: those of the model.
     """
 
+    spec: RunSpec
     config: Config
-    name: str
     data: Data
     batches: Batches | BatchStream
     step: TrainStep
     num_parameters: int
-    awaits_reference: bool = False
 
     @property
     def stream(self) -> dict[str, Any]:
         """What decides which rows batch k holds; a checkpoint of another stream is refused."""
         config = self.config
-        return {
-            **self.data.fingerprint,
-            "seed": config.seed,
-            "global_batch_size": config.train.global_batch_size,
-        }
+        return {**self.data.fingerprint, "seed": config.seed, "global_batch_size": config.train.global_batch_size}
 
 
-def _with_steps(config: Config, data: Data) -> Config:
-    """Return a config whose `train.epochs` are steps; the last batch may go beyond the last pass."""
-    epochs = config.train.epochs
-    if epochs is None:
-        return config
-    if isinstance(data.train, BatchStream):
-        raise ConfigError(f"epochs={epochs:g}, but an iterable of batches has no known length; give steps=")
-    steps = epochs * len(data.train) / config.train.global_batch_size
-    # A product of floats may lie a hair above the whole number that is meant: 1.1 * 100 is 110.00000000000001.
-    is_close = math.isclose(steps, round(steps), rel_tol=1e-12)
-    settings = vars(config.train) | {"epochs": None, "steps": round(steps) if is_close else math.ceil(steps)}
-    return config.model_copy(update={"train": TrainConfig(**settings)})
+def assemble(spec: RunSpec, data: Data) -> Run:
+    """Build model, optimizer, mesh and step of a run.
+
+    Raises:
+        ConfigError: parts that do not fit together, or sizes that do not divide.
+    """
+    config = with_counted_steps(spec.config, data)
+    batches = training_batches(config, data)
+    shapes = batches.spec()
+    described = config
+    if spec.model is None:
+        _check_fit(config, data, shapes.get("targets"), has_own_task=spec.task is not None)
+        described = with_output_scale(config, data.reading, task=config.task if spec.task is None else spec.task.name)
+    step = build_step(
+        described,
+        input_shape=data.input_shape,
+        vocab_size=data.vocab_size,
+        num_outputs=data.num_outputs,
+        model=spec.model,
+        task=spec.task,
+        optimizer=spec.optimizer,
+        learning_rate=spec.learning_rate,
+        trainable=spec.trainable,
+        rules=spec.rules,
+        mesh=spec.mesh,
+        drawn=spec.skip,
+    )
+    step.batch_shardings(shapes)  # a batch that does not divide fails here, before anything is traced
+    return Run(spec, config, data, batches, step, count_parameters(step.model))
 
 
-def check_fit(config: Config, data: Data, targets: jax.ShapeDtypeStruct | None, *, own_task: bool) -> None:
-    """Raise a `ConfigError` where task, model and data, whose batches may have `targets`, do not belong together."""
-    check_kinds(config, own_task=own_task, own_data=True)
-    own_task = own_task or isinstance(config.task, Call)
-    integers = None if targets is None else np.issubdtype(targets.dtype, np.integer)
-    if targets is None and not own_task and config.task != "contrastive":
-        raise ConfigError(f"task={config.task} needs an entry 'targets' in the rows of the data, which have none")
-    if (config.task == "classification" and integers is False) or (config.task == "regression" and integers):
-        kinds, works = ("classes", "classification") if integers else ("numbers", "regression")
-        if not integers and config.data.kind == "table":
-            works += " (and data.task=classification if they name classes)"
-        raise ConfigError(f"task={config.task}, but the targets of the data are {kinds}; set task={works}")
+def _check_fit(config: Config, data: Data, targets: Any, *, has_own_task: bool) -> None:
+    """Raise a `ConfigError` if task, model and data, whose batches have `targets`, do not belong together."""
+    check_kinds(config, own_task=has_own_task, own_data=True)
+    has_own_task = has_own_task or isinstance(config.task, Call)
+    if not isinstance(targets, jax.ShapeDtypeStruct):
+        if not has_own_task and config.task != "contrastive":
+            raise ConfigError(f"task={config.task} needs an entry 'targets' in the rows of the data, which have none")
+    else:
+        are_classes = np.issubdtype(targets.dtype, np.integer)
+        if config.task == "regression" and are_classes:
+            raise ConfigError("task=regression, but the targets of the data are classes; set task=classification")
+        if config.task == "classification" and not are_classes:
+            more = " (and data.task=classification if they name classes)" if config.data.kind == "table" else ""
+            raise ConfigError(
+                f"task=classification, but the targets of the data are numbers; set task=regression{more}"
+            )
+    length = None
+    if data.unit == "tokens":
+        length = data.input_shape[-1] if data.input_shape else 0
     check_sizes(
         config,
         vocab_size=data.vocab_size,
         num_outputs=data.num_outputs,
-        sequence_length=next(reversed(data.input_shape), 0) if data.unit == "tokens" else None,
+        sequence_length=length,
         decoder_length=data.decoder_length,
     )
-
-
-def assemble(
-    config: Config,
-    data: Data,
-    *,
-    name: str = "run",
-    model: Model | None = None,
-    task: Task | None = None,
-    own: OwnStep | None = None,
-) -> Run:
-    """Build model, optimizer, mesh and step from a config; see `build_step` and `OwnStep`."""
-    config = _with_steps(config, data)
-    batches = training_batches(config, data)
-    spec = batches.spec()
-    if model is None:
-        targets = spec.get("targets")
-        shape = targets if isinstance(targets, jax.ShapeDtypeStruct) else None
-        check_fit(config, data, shape, own_task=task is not None)
-    named = config.task if task is None else task.name
-    step = build_step(
-        config if model is not None else with_output_scale(config, data.reading, task=named),
-        input_shape=data.input_shape,
-        vocab_size=data.vocab_size,
-        num_outputs=data.num_outputs,
-        model=model,
-        own=replace(own or OwnStep(), task=task),
-    )
-    awaits = lacks_reference(step.task, spec)
-    if awaits:
-        data = awaiting_reference(step, data, spec)
-        batches = training_batches(config, data)
-    step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    return Run(config, name, data, batches, step, count_parameters(step.model), awaits)

@@ -12,15 +12,10 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.schema import Config, EarlyStoppingConfig
-from jaxtrain.data import Data
+from jaxtrain.config.schema import Config, EarlyStopping
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.history import read_rows
-from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
-from jaxtrain.models.model import Model
-from jaxtrain.models.task import Task
-from jaxtrain.train.build import OwnStep
 from jaxtrain.train.state import TrainState
 
 Answer = Literal["stop"] | None
@@ -92,76 +87,34 @@ class Callback:
     every: int = 1
 
 
-@dataclass(frozen=True)
-class EarlyStopping:
-    """Stops a run when a metric of its evaluations gets no better; give it to `fit` or `run_config` as a callback.
-
-    The run then ends as one that is done. Going on needs another `patience`, or none of it. With `keep_best` of the
-    checkpoints, the state with the best value is saved whenever there is a better one, and stays.
-
-    Attributes:
-        metric: of the evaluation, under its name in metrics.jsonl.
-        patience: evaluations in a row without a better value after which the run stops.
-        min_delta: a value is better if it differs from the best one by more than this.
-        mode: whether lower (min) or higher (max) values are better. auto: as the end of the name says, for metrics of
-            shipped tasks and others such as `auc`; a metric of another name is refused without a mode.
-
-    Example:
-        >>> jt.EarlyStopping("eval_gain", patience=5, mode="max")  # in callbacks=[...] of fit and run_config
-        EarlyStopping(metric='eval_gain', patience=5, min_delta=0.0, mode='max')
-    """
-
-    metric: str = "eval_loss"
-    patience: int = 3
-    min_delta: float = 0.0
-    mode: Literal["auto", "min", "max"] = "auto"
-
-
-@dataclass(frozen=True)
-class Given:
-    """What `fit` and `run_config` were given beside the config."""
-
-    own_step: OwnStep
-    resume: str | None = None
-    model: Model | None = None
-    task: Task | None = None
-    data: Data | None = None
-    callbacks: Sequence[Callback | EarlyStopping] = ()
-    progress: Progress | None = None
-
-
-def sorted_callbacks(given: Sequence[Callback | EarlyStopping]) -> tuple[list[Callback], EarlyStopping | None]:
-    """The callbacks of a run, and the early stopping among them, which is a setting of the run."""
-    stopping = (one for one in given if isinstance(one, EarlyStopping))
-    return [one for one in given if isinstance(one, Callback)], next(stopping, None)
-
-
-def judge(evaluations: Mapping[int, float], rule: EarlyStoppingConfig) -> tuple[bool, int | None]:
-    """Whether evaluations (step -> value) stop a run, and the step of the best one; None: no value was finite."""
+def judge(evaluations: Mapping[int, float], rule: EarlyStopping) -> tuple[bool, int | None]:
+    """Return whether evaluations (step -> value) stop a run, and the step of the best finite value, if there is one."""
     best_step = None
     best = reference = math.inf
-    without = 0
+    num_without = 0
     for step, value in sorted(evaluations.items()):
         score = _score(rule, value)
         if score < best:
             best = score
             best_step = step
-        if score < reference - (rule.min_delta if math.isfinite(reference) else 0.0):
+        smallest_change = rule.min_delta if math.isfinite(reference) else 0.0
+        if score < reference - smallest_change:
             reference = score
-            without = 0
+            num_without = 0
         else:
-            without += 1
-    return without >= rule.patience, best_step
+            num_without += 1
+    return num_without >= rule.patience, best_step
 
 
-def _score(rule: EarlyStoppingConfig, value: float) -> float:
-    """A number that is lower for better values of the metric; infinite for a value that is not finite."""
-    sign = -1.0 if rule.is_higher_better else 1.0
-    return sign * value if math.isfinite(value) else math.inf
+def _score(rule: EarlyStopping, value: float) -> float:
+    """Return a number that is lower for better values of the metric; infinite for a value that is not finite."""
+    if not math.isfinite(value):
+        return math.inf
+    return -value if rule.is_higher_better else value
 
 
 def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float]:
-    """The values of a metric in metrics.jsonl: step -> value, NaN where it was not finite."""
+    """Read the values of a metric in metrics.jsonl: step -> value, NaN where it was not finite."""
     return {
         row["step"]: math.nan if row[metric] is None else float(row[metric])
         for row in read_rows(run_dir / "metrics.jsonl")
@@ -173,7 +126,6 @@ class Watch:
     """Calls the callbacks of a run, follows its evaluations, and knows why it stops before its last step.
 
     Attributes:
-        metrics: of the last step.
         status, reason: why the run stops; None and empty: it does not.
     """
 
@@ -192,7 +144,6 @@ class Watch:
         self._log = log
         self._keeps_best = config.checkpoint.keep_best
         self._last = config.train.steps
-        self.metrics: Mapping[str, Any] = {}
         self.status: str | None = None
         self.reason = ""
         self._evaluations: dict[int, float] = {}
@@ -203,20 +154,25 @@ class Watch:
             self._decide(self._rule)
 
     def sees(self, number: int) -> bool:
-        """Whether a callback wants to see this step; all want to see the last one."""
+        """Return whether a callback wants to see this step; all want to see the last one."""
         return bool(self._due(number))
 
     def _due(self, number: int) -> list[Callable[[Moment], Answer]]:
-        called = (one for one in self._callbacks if number % one.every == 0 or number == self._last)
-        return [one.on_step for one in called if one.on_step is not None]
+        due = [callback for callback in self._callbacks if number % callback.every == 0 or number == self._last]
+        return [callback.on_step for callback in due if callback.on_step is not None]
 
-    def stepped(self, number: int, state: TrainState) -> None:
+    def stepped(self, number: int, metrics: Mapping[str, Any], state: TrainState) -> None:
         """Call `on_step` of the callbacks that want to see this step."""
-        if self.sees(number):
-            self._call(self._due(number), number, flat_scalars(jax.device_get(dict(self.metrics))), state)
+        functions = self._due(number)
+        if functions:
+            self._call(functions, number, flat_scalars(jax.device_get(dict(metrics))), state)
 
     def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: TrainState) -> None:
-        """Follow the metric of early stopping, and call `on_evaluation`."""
+        """Follow the metric of early stopping, and call `on_evaluation`.
+
+        Raises:
+            ConfigError: the evaluation has no such metric.
+        """
         numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
         rule = self._rule
         if rule is not None:
@@ -226,49 +182,51 @@ class Watch:
                     f"use {' or '.join(numbers)}"
                 )
             value = float(numbers[rule.metric])
-            self._scored = number, _score(rule, value)
+            self._scored = (number, _score(rule, value))
             self._evaluations[number] = value
             self._decide(rule)
-        self._call([one.on_evaluation for one in self._callbacks], number, numbers, state)
+        functions = [callback.on_evaluation for callback in self._callbacks if callback.on_evaluation is not None]
+        self._call(functions, number, numbers, state)
 
     def score_after(self, number: int) -> float | None:
-        """What `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""
+        """Return what `keep_best` compares, lower being better; None: the eval_loss, or no number was evaluated."""
         if self._scored is None or self._scored[0] != number or math.isinf(self._scored[1]):
             return None
         return self._scored[1]
 
     def wants_save(self, number: int) -> bool:
-        """Whether the evaluation after this step was the best so far, and the best is to be kept."""
+        """Return whether the evaluation after this step was the best so far, and the best is to be kept."""
         return self._keeps_best and self._best_step == number
 
     def _call(
         self,
-        functions: Sequence[Callable[[Moment], Answer] | None],
+        functions: Sequence[Callable[[Moment], Answer]],
         number: int,
         metrics: Mapping[str, float | int],
         state: TrainState,
     ) -> None:
         moment = Moment(number, metrics, state, self._run_dir, self._log)
         for function in functions:
-            if function is not None and _by_process_0(function(moment) == "stop") and self.status is None:
+            if _by_process_0(function(moment) == "stop") and self.status is None:
                 self.status = STOPPED_BY_CALLBACK
                 self.reason = "a callback returned 'stop'"
 
-    def _decide(self, rule: EarlyStoppingConfig) -> None:
+    def _decide(self, rule: EarlyStopping) -> None:
         is_over, best_step = judge(self._evaluations, rule)
         newest = max(self._evaluations, default=None)
         if _by_process_0(newest is not None and best_step == newest):
             self._best_step = newest
-        if _by_process_0(is_over):
-            best = "it was never a finite number"
-            if best_step is not None:
-                best = f"the best is {self._evaluations[best_step]:.4g} at step {best_step}"
-            count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
-            better = "higher" if rule.is_higher_better else "lower"
-            self.status = EARLY_STOPPED
-            self.reason = f"{rule.metric} did not improve in {count} ({better} is better), {best}"
+        if not _by_process_0(is_over):
+            return
+        best = "it was never a finite number"
+        if best_step is not None:
+            best = f"the best is {self._evaluations[best_step]:.4g} at step {best_step}"
+        count = "1 evaluation" if rule.patience == 1 else f"{rule.patience} evaluations"
+        better = "higher" if rule.is_higher_better else "lower"
+        self.status = EARLY_STOPPED
+        self.reason = f"{rule.metric} did not improve in {count} ({better} is better), {best}"
 
 
 def _by_process_0(verdict: bool) -> bool:
-    """What process 0 found: processes that disagreed would wait for one another in a collective."""
+    """Return the verdict of process 0: processes that disagreed would wait for one another in a collective."""
     return bool(from_process_0(lambda: int(verdict)))

@@ -1,4 +1,4 @@
-"""A whole run of parts from Python: `fit` writes the config that says the same, and trains as `run_config` does."""
+"""A run of parts from Python: `fit` makes the spec that its arguments say, and trains it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +10,19 @@ from jax.sharding import Mesh
 
 from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
-from jaxtrain.config.schema import AXES, Config
-from jaxtrain.data import Data
+from jaxtrain.config.schema import AXES, EarlyStopping
+from jaxtrain.data.configured import with_batch_size
 from jaxtrain.data.sources.given import data_of, renamed
-from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import ERRORS, TASKS, named_task
-from jaxtrain.run.callbacks import Callback, EarlyStopping, Given
+from jaxtrain.run.callbacks import Callback
 from jaxtrain.run.directory import numbered_folder, run_folder
-from jaxtrain.run.run import Result, train_loaded
+from jaxtrain.run.spec import RunSpec, with_callbacks
+from jaxtrain.run.trainer import Result, train
 from jaxtrain.runtime import distributed
-from jaxtrain.train.build import OwnStep
 from jaxtrain.train.parallelism import Parallelism, check_parts
 
 
@@ -47,8 +46,6 @@ def fit(
     learning_rate: optax.Schedule | float | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
     parallelism: Parallelism | None = None,
-    compiler_options: Mapping[str, bool | int | float | str] | None = None,
-    offload_optimizer: bool = False,
     params: Params | Any = None,
     model_state: ModelState | Any = None,
     skip: Sequence[str] = (),
@@ -88,7 +85,7 @@ def fit(
         ema_decay: largest decay of a moving average of the parameters, which evaluation uses; None: none.
         trainable: parameter path -> whether it is trained; None: all are.
         learning_rate: the rate of the optimizer that metrics and report show, a number or a schedule; None: none.
-        rules, parallelism, compiler_options, offload_optimizer: see `make_train_step`.
+        rules, parallelism: see `make_train_step`.
         params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
         seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.
         run_dir: where everything is written; None: a directory of its own, runs/<name of the model>-<number>.
@@ -96,7 +93,7 @@ def fit(
             refuses another one; never starts anew; must and auto are as for `run_config`.
         finetune: adapters to train in place of the weights, as in the group of a config: {"lora": {"rank": 8}}.
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
-        overrides: keys of a config on top of the arguments, dotted or nested: {"profile.start_step": 20}.
+        overrides: any keys of a config on top of the arguments, dotted or nested: {"optimizer.offload": True}.
         callbacks: `Callback` and `EarlyStopping`.
         progress: where phases and progress are shown; None: on standard error.
 
@@ -122,60 +119,62 @@ def fit(
     settings: dict[str, Any] = {
         "seed": seed,
         "train": {"accumulation_steps": accumulation_steps},
-        "optimizer": {"clip_norm": clip_norm, "ema_decay": ema_decay, "offload": offload_optimizer},
+        "optimizer": {"clip_norm": clip_norm, "ema_decay": ema_decay},
         "precision": {"policy": policy},
-        "compiler_options": compiler_options or {},
         "finetune": finetune or {},
         "evaluation": evaluation or {},
         "checkpoint": checkpoint or {},
         "logging": logging or {},
     }
-    settings["train"] |= {"epochs": epochs} if steps is None else {"steps": steps}
+    if steps is not None:
+        settings["train"]["steps"] = steps
+    else:
+        settings["train"]["epochs"] = epochs
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
-    # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
-    origin = "jaxtrain.fit"
-    config = load_config(settings, keywords=overrides, origin=origin).config
-    distributed.start(compilation_cache=config.compilation_cache)
-    is_of_config, task = isinstance(task, str) and task in TASKS, named_task(task)
+    is_of_config = isinstance(task, str) and task in TASKS
+    task = named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
-    if columns is not None:
-        data, validation = renamed(data, columns, "data"), renamed(validation, columns, "validation")
-    counts_tokens = task.name in ("language_modeling", *PREFERENCES)
-    opened = data_of(data, validation=validation, seed=config.seed, counts_tokens=counts_tokens)
-    has_batch_size = batch_size is not None or "train.global_batch_size" in (overrides or {})
-    settings["train"] |= _sizes(opened, config.train.global_batch_size, has_batch_size=has_batch_size)
     shipped = "regression" if task.name in ERRORS else task.name
-    settings["task"] = shipped if shipped in TASKS else Config().task
-    if mesh is not None:
-        settings["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
+    if shipped in TASKS:
+        settings["task"] = shipped
     if parallelism is not None:
-        settings["parallel"] = {**settings.get("parallel", {}), **dataclasses.asdict(parallelism)}
-    own_step = OwnStep(
+        settings["parallel"] = dataclasses.asdict(parallelism)
+    if mesh is not None:
+        settings.setdefault("parallel", {}).update({axis: mesh.shape[axis] for axis in AXES})
+    # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
+    loaded = load_config(settings, keywords=overrides, origin="jaxtrain.fit")
+    distributed.start(compilation_cache=loaded.config.compilation_cache)
+    if columns is not None:
+        data = renamed(data, columns, "data")
+        validation = renamed(validation, columns, "validation")
+    counts_tokens = task.name in ("language_modeling", *PREFERENCES)
+    opened = data_of(data, validation=validation, seed=loaded.config.seed, counts_tokens=counts_tokens)
+    config = with_batch_size(loaded.config, opened, is_set="train.global_batch_size" in loaded.origins)
+    notes = loaded.notes
+    if run_dir is None:
+        folder = numbered_folder(model.name)
+        notes += (f"run_dir was not given: this run is in {folder}; run_dir='{folder}' resumes it",)
+    else:
+        folder = run_folder(run_dir, "run")
+    name = folder.name or "run"
+    loaded = dataclasses.replace(loaded, config=config.model_copy(update={"name": name}), name=name, notes=notes)
+    spec = RunSpec(
+        loaded,
+        folder,
+        resume,
+        model=model,
+        # A task that the config names is the config's: whoever opens the run need not give it again.
+        task=None if is_of_config else task,
+        data=opened,
         optimizer=optimizer,
+        mesh=mesh,
         learning_rate=learning_rate,
         trainable=trainable,
         rules=rules,
-        mesh=mesh,
         params=params,
         model_state=model_state,
         skip=skip,
+        progress=progress,
     )
-    folder = numbered_folder(model.name) if run_dir is None else run_folder(run_dir, "run")
-    loaded = load_config({**settings, "name": folder.name or "run"}, keywords=overrides, origin=origin)
-    if run_dir is None:
-        note = f"run_dir was not given: this run is in {folder}; run_dir='{folder}' resumes it"
-        loaded = dataclasses.replace(loaded, notes=(*loaded.notes, note))
-    # A task that the config names is the config's: whoever opens the run need not give it again.
-    own_task = None if is_of_config else task
-    return train_loaded(loaded, folder, Given(own_step, resume, model, own_task, opened, callbacks, progress))
-
-
-def _sizes(data: Data, batch_size: int, *, has_batch_size: bool) -> dict[str, int]:
-    """Return keys of the group `train` that only an iterable of batches can say."""
-    if not isinstance(data.train, BatchStream):
-        return {}
-    found = data.train.batch_size
-    if has_batch_size and batch_size != found:
-        raise ConfigError(f"batch_size={batch_size}, but the iterable gives batches of {found} rows; leave it out")
-    return {"global_batch_size": found}
+    return train(with_callbacks(spec, callbacks))

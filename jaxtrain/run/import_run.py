@@ -1,5 +1,6 @@
 """A run made of a published model: its checkpoint at step 0, which every command opens."""
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from jaxtrain.formats.peft_reading import CONFIG, is_adapter_folder, open_adapte
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import TimeSpent
 from jaxtrain.run.assemble import assemble
-from jaxtrain.run.callbacks import Given
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.record import RunRecord
-from jaxtrain.run.resume import describe_start, run_metadata, start_of, trained_leaves
+from jaxtrain.run.resume import run_metadata
+from jaxtrain.run.spec import RunSpec
+from jaxtrain.run.start import describe_start, start_of, trained_leaves
 from jaxtrain.runtime import distributed
-from jaxtrain.train.build import OwnStep
 from jaxtrain.weights.base import without_base
 
 # Rows of what is not there are made up: nothing is trained on them.
@@ -47,20 +48,19 @@ def import_run(
     loaded = load_config(_config(path, base), overrides=overrides, origin="import")
     config = loaded.config
     spent = TimeSpent()
-    own_step = OwnStep()
     distributed.start(compilation_cache=config.compilation_cache)
     check_fits(config.model)
-    run = assemble(config, open_run_data(config), name=run_dir.name)
-    start = start_of(run, own_step)
+    run = assemble(RunSpec(dataclasses.replace(loaded, name=run_dir.name), run_dir), open_run_data(config))
+    start = start_of(run)
     with spent.measure("creating state"):
         state = jax.block_until_ready(run.step.init(config.seed, **start))
-    below = describe_start(run, state, start)
-    metadata = run_metadata(run, Given(own_step))
-    metadata["base"] = None if below is None else below.as_json()
+    adapter_base = describe_start(run, state, start)
+    metadata = run_metadata(run)
+    metadata["base"] = None if adapter_base is None else adapter_base.as_json()
     run_dir.mkdir(parents=True, exist_ok=True)
     with distributed.on_main_process(RunLock(run_dir)):
         record = RunRecord(run_dir, spent)
-        record.open(loaded, run, metadata)
+        record.open(run, metadata)
         record.begin()
         with spent.measure("saving"), Checkpointer(run_dir / "checkpoints") as checkpointer:
             checkpointer.save(0, without_base(state, trained_leaves(run.step)), metadata=metadata)

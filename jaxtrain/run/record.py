@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Loaded
 from jaxtrain.config.secrets import redacted
 from jaxtrain.data.rows import mean_tokens
 from jaxtrain.errors import ConfigError, StorageError
@@ -38,13 +37,13 @@ class RunRecord:
         self._info: dict[str, Any] | None = None  # None: this process writes nothing
         self._writers, self._trackers = MultiWriter(()), Trackers(run_dir)
 
-    def open(self, loaded: Loaded, run: Run, metadata: Mapping[str, Any], *, start: int = 0) -> None:
+    def open(self, run: Run, metadata: Mapping[str, Any], *, start: int = 0) -> None:
         """Open the writers and say what run.json will hold; rows after the resumed step are dropped."""
         self._run, config = run, run.config
         if not is_main_process():
             return
         check_trackers(config.logging)
-        info, before = _described(loaded, run, metadata), read_run_info(self._run_dir) if start else {}
+        info, before = _described(run, metadata), read_run_info(self._run_dir) if start else {}
         self.spent.after(before.get("seconds") or {})
         self._writers = open_writers(self._run_dir, config.logging, resumed_step=start, report=self._report)
         adapter = config.finetune.adapter
@@ -139,7 +138,7 @@ class RunRecord:
             ) from None
 
 
-def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _described(run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The content of run.json at the start of a run."""
     data = run.data
     spec = run.batches.spec()
@@ -148,7 +147,7 @@ def _described(loaded: Loaded, run: Run, metadata: Mapping[str, Any]) -> dict[st
     num_outputs = step.feed.num_classes(spec)
     info = run_info(
         run.config,
-        name=loaded.name,
+        name=run.spec.loaded.name,
         mesh_shape=dict(step.mesh.shape),
         model={"name": step.model.name, "num_parameters": run.num_parameters, "num_outputs": num_outputs},
         data={
@@ -223,7 +222,7 @@ class StepLog:
         self._progress.update(number, self.row)
 
 
-def run_meter(run: Run, *, own_model: bool) -> Meter:
+def run_meter(run: Run) -> Meter:
     """The meter of a run: what a step counts, and the FLOPs and the peak that utilization is computed from."""
     config, data = run.config, run.data
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
@@ -231,7 +230,7 @@ def run_meter(run: Run, *, own_model: bool) -> Meter:
     return Meter(
         "tokens" if data.unit == "tokens" else "examples",
         (data.units_per_row if mean is None else mean) * config.train.global_batch_size,
-        flops_per_step=None if own_model else step_flops(run),
+        flops_per_step=None if run.spec.model is not None else step_flops(run),
         peak_flops=None if peak is None else peak * run.step.mesh.size,
     )
 

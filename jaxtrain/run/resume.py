@@ -1,36 +1,25 @@
-"""How a run starts or resumes: from which checkpoint, what may have changed since, and the state in it."""
+"""What may have changed since the checkpoint that a run resumes: settings, data, parts from Python, code."""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import list_steps
-from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.arguments import is_store_address
 from jaxtrain.config.files import recorded_parts
-from jaxtrain.config.fits import fresh_parts
-from jaxtrain.config.model import published_from
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
-from jaxtrain.formats.hub import is_published
 from jaxtrain.metrics.history import flat
 from jaxtrain.run.assemble import Run
-from jaxtrain.run.callbacks import Given
 from jaxtrain.run.code import PARTS
-from jaxtrain.train.build import OwnStep
-from jaxtrain.train.state import (
-    TrainState,
-)
+from jaxtrain.run.start import trained_leaves
 from jaxtrain.train.step import TrainStep
-from jaxtrain.weights.base import BaseRecord, base_of, describe_base, with_base, without_base
-from jaxtrain.weights.load import restore_base
+from jaxtrain.weights.base import without_base
 
 _GO_ON = (
     "use another run_dir, resume='never' (--resume never) to start anew, or resume='must' (--resume must) to resume "
@@ -98,21 +87,22 @@ def choose_start(checkpointer: Checkpointer, resume: str | None) -> int | None:
     return None
 
 
-def run_metadata(run: Run, given: Given) -> dict[str, Any]:
+def run_metadata(run: Run) -> dict[str, Any]:
     """Return what a checkpoint records of its run: config, which rows batch k holds, names of parts from Python."""
+    spec = run.spec
     structure = str(jax.tree.structure(run.step.abstract_state.optimizer_state))
     # The types of an optax state name the transformations: `namedtuple[ScaleByLionState]`.
     states = dict.fromkeys(re.findall(r"namedtuple\[(\w+?)(?:State)?\]", structure))
     optimizer = ", ".join(name for name in states if name not in ("Empty", "Masked", "MaskedNode"))
     return {
-        "name": run.name,
+        "name": spec.loaded.name,
         "config": redacted(run.config.model_dump(mode="json")),
         "stream": json.loads(json.dumps(run.stream)),
         "from_python": {
-            "model": None if given.model is None else given.model.name,
-            "task": None if given.task is None else given.task.name,
-            "data": None if given.data is None else next(iter(given.data.description), "data"),
-            "optimizer": None if given.own_step.optimizer is None else optimizer or "without state",
+            "model": None if spec.model is None else spec.model.name,
+            "task": None if spec.task is None else spec.task.name,
+            "data": None if spec.data is None else next(iter(spec.data.description), "data"),
+            "optimizer": None if spec.optimizer is None else optimizer or "without state",
         },
     }
 
@@ -238,68 +228,3 @@ def _check_parts(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: 
                 f"({before[part]}): call jt.run_config(..., {part}=...) with it (or jt.fit, if that made the run), use "
                 "another run directory, or start again with resume never"
             )
-
-
-def trained_leaves(step: TrainStep) -> Callable[[str], bool] | None:
-    """Return parameter path -> whether checkpoints hold it, or None if they hold all, as without an adapter."""
-    adapted = step.model.adapted
-    return None if adapted is None or adapted.lora is None else step.program.settings.trainable
-
-
-def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
-    """Return the arguments of `TrainStep.init` besides the seed: what the run starts from."""
-    start = {
-        "params": own_step.params,
-        "model_state": own_step.model_state,
-        "skip": own_step.skip,
-        "adapter": run.config.finetune.adapter,
-    }
-    published = published_from(run.config.model)
-    if own_step.params is None and published is not None:
-        start |= {"params": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
-    path = start["params"]
-    if trained_leaves(run.step) is None or path is None:
-        return start
-    if not isinstance(path, str | Path):
-        raise ConfigError(
-            "checkpoints of adapters name their base weights, but params= are arrays; give the path of a run, of a "
-            "checkpoint that holds them, or of a published folder"
-        )
-    if not is_published(path):
-        # The base of an adapter is one step of a run: the newest step may be another one when the adapter is read.
-        checkpoint = find_checkpoint(path)
-        step = list_steps(checkpoint.directory)[-1] if checkpoint.step is None else checkpoint.step
-        start["params"] = str(checkpoint.directory / str(step))
-    return start
-
-
-def describe_start(run: Run, state: TrainState, start: Mapping[str, Any]) -> BaseRecord | None:
-    """Return the base of a run that starts, from its state at step 0, or None if checkpoints hold every parameter."""
-    trains = trained_leaves(run.step)
-    if trains is None:
-        return None
-    path = start["params"]
-    seed = run.config.seed
-    if path is None:
-        return describe_base(state.params, trains, format="drawn", path=None, seed=seed)
-    format = "published" if is_published(path) else "run"
-    path = str(path) if is_store_address(str(path)) else str(Path(path).absolute())
-    return describe_base(state.params, trains, format=format, path=path, seed=seed, skip=tuple(start["skip"]))
-
-
-def resumed_state(
-    run: Run, run_dir: Path, own_step: OwnStep, checkpointer: Checkpointer
-) -> tuple[TrainState, BaseRecord | None]:
-    """Restore the newest intact state of a run; return it, and its base if checkpoints do not hold every parameter."""
-    trains = trained_leaves(run.step)
-    state = checkpointer.restore(without_base(run.step.abstract_state, trains))
-    if trains is None:
-        return state, None
-    base = base_of(checkpointer.metadata(int(state.step)))
-    if base is None:
-        return state, None
-    moved_to = published_from(run.config.model) if own_step.params is None else str(own_step.params)
-    params = restore_base(
-        run.step.sharded_model, base, run_dir=run_dir, only=lambda path: not trains(path), moved_to=moved_to
-    )
-    return with_base(state, params), base

@@ -1,7 +1,5 @@
 """The text that a run writes at its end, to `evaluation.sample_prompt`."""
 
-import dataclasses
-
 from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.errors import UserError
 from jaxtrain.inference.decoding import Writing
@@ -15,21 +13,24 @@ from jaxtrain.train.state import TrainState
 
 def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
     """Continue or answer `evaluation.sample_prompt`; None where there is no prompt, no tokenizer or no text model."""
-    settings, tokenizer = run.config.evaluation, run.data.tokenizer
-    prompt, form = settings.sample_prompt, format_of_reading(run.data.reading)
-    if prompt is None or tokenizer is None or run.step.model.decoder is None:
+    settings = run.config.evaluation
+    prompt = settings.sample_prompt
+    tokenizer = run.data.tokenizer
+    model = run.step.sharded_model
+    decoder = model.model.decoder
+    if prompt is None or tokenizer is None or decoder is None:
         return None
-    # Rows of plain text have no special tokens.
-    sampling = Sampling(settings.sample_temperature)
-    writing = Writing(settings.sample_tokens, sampling, run.config.seed, add_special_tokens=False)
+    chat = format_of_reading(run.data.reading)
     try:
         with progress.phase("sampling"):
-            if form is None:
-                room = room_for_new_tokens(run.step.model.decoder, len(tokenizer.encode(prompt)))
-                writing = dataclasses.replace(writing, new_tokens=min(settings.sample_tokens, room))
-            model, params = run.step.sharded_model, state.evaluation_params
-            (text,) = whole_texts(model, params, tokenizer, [prompt], writing, form)
-            return text if form is None else f"{prompt}\n\n{text}"
+            new_tokens = settings.sample_tokens
+            if chat is None:
+                new_tokens = min(new_tokens, room_for_new_tokens(decoder, len(tokenizer.encode(prompt))))
+            # Rows of plain text have no special tokens.
+            sampling = Sampling(settings.sample_temperature)
+            writing = Writing(new_tokens, sampling, run.config.seed, add_special_tokens=False)
+            (text,) = whole_texts(model, state.evaluation_params, tokenizer, [prompt], writing, chat)
+            return text if chat is None else f"{prompt}\n\n{text}"
     except UserError as error:  # the run is done: it is not lost over its sample
         progress.message(f"no sample: {error}")
         return None

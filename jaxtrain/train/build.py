@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import AXES, config_degrees, stage_over_data
 from jaxtrain.models.adapters import adapt
-from jaxtrain.models.model import Model, ModelState, Params, parameter_shapes
+from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
@@ -30,29 +30,6 @@ from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.step import TrainStep, make_train_step
 
 
-@dataclass(frozen=True)
-class OwnStep:
-    """Parts of a step that came from Python; None: what the config says.
-
-    Attributes:
-        task, optimizer, mesh: in place of those of the config.
-        learning_rate: the rate that the metrics show, of such an optimizer; step -> rate, or a number.
-        trainable: parameter path -> whether it is trained.
-        rules: logical axes -> mesh axes, added to the default rules.
-        params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
-    """
-
-    task: Task | None = None
-    optimizer: optax.GradientTransformation | None = None
-    learning_rate: optax.Schedule | float | None = None
-    trainable: Callable[[str], bool] | None = None
-    rules: Mapping[str, tuple[str, ...]] | None = None
-    mesh: Mesh | None = None
-    params: Params | Any = None
-    model_state: ModelState | Any = None
-    skip: Sequence[str] = ()
-
-
 def build_step(
     config: Config,
     *,
@@ -60,8 +37,14 @@ def build_step(
     vocab_size: int | None = None,
     num_outputs: int | None = None,
     model: Model | None = None,
+    task: Task | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    learning_rate: optax.Schedule | float | None = None,
+    trainable: Callable[[str], bool] | None = None,
+    rules: Mapping[str, tuple[str, ...]] | None = None,
+    mesh: Mesh | None = None,
     devices: Sequence[Any] | None = None,
-    own: OwnStep | None = None,
+    drawn: Sequence[str] = (),
 ) -> TrainStep:
     """The train step of a config, from what the data would say of itself.
 
@@ -69,9 +52,12 @@ def build_step(
         config: the run.
         input_shape: of one row: (sequence length,) of tokens, (height, width, channels), ...
         vocab_size, num_outputs: used where the config leaves them out.
-        model: your own model instead of the config's.
+        model, task, optimizer, mesh: your own instead of the config's.
+        learning_rate: the rate of such an optimizer that the metrics show, a number or a schedule; None: none.
+        trainable: parameter path -> whether it is trained; None: as the config says.
+        rules: logical axes -> mesh axes, added to the default rules.
         devices: devices to use, real or compile-only; None: all.
-        own: further parts that came from Python.
+        drawn: patterns of parameters that will be drawn although others are given: beside adapters they are trained.
 
     Raises:
         ConfigError: an argument of another type, parts that do not fit together, or sizes that do not divide.
@@ -81,30 +67,34 @@ def build_step(
         >>> step.model.name
         'mlp'
     """
-    own = own or OwnStep()
-    mesh = own.mesh or make_mesh(**config_degrees(config.parallel), devices=devices)
+    if mesh is None:
+        mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
     sizes = {"input_shape": input_shape, "vocab_size": vocab_size, "num_outputs": num_outputs}
-    model = finetuned(config, model_of(config, **sizes, model=model), drawn=own.skip)
-    optimizer, spikes = config.optimizer, config.spikes
+    model = finetuned(config, model_of(config, **sizes, model=model), drawn=drawn)
+    spikes = config.spikes
+    settings = config.optimizer
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(model).items()}
     axes = complete_axes(shapes, model.axes, None if model.parts is None else model.parts.stack)
-    peak = optimizer.learning_rate
-    # An optimizer of the user's may have a rate of its own.
-    schedule = None if peak is None else build_schedule(optimizer.schedule, peak=peak, steps=config.train.steps)
+    if optimizer is None:
+        # The rate of an optimizer of the user's is known to the user alone.
+        learning_rate = None
+        if settings.learning_rate is not None:
+            learning_rate = build_schedule(settings.schedule, peak=settings.learning_rate, steps=config.train.steps)
+        optimizer = build_optimizer(settings, learning_rate, axes=axes)
     return make_train_step(
         model,
-        own.task or build_task(config),
-        own.optimizer or build_optimizer(optimizer, schedule, axes=axes),
+        task or build_task(config),
+        optimizer,
         mesh=mesh,
         policy=config.precision.policy,
         accumulation_steps=config.train.accumulation_steps,
-        clip_norm=optimizer.clip_norm,
-        ema_decay=optimizer.ema_decay,
-        trainable=own.trainable or trainable_of(config, model),
-        learning_rate=schedule if own.optimizer is None else own.learning_rate,
-        rules=own.rules,
+        clip_norm=settings.clip_norm,
+        ema_decay=settings.ema_decay,
+        trainable=trainable or trainable_of(config, model),
+        learning_rate=learning_rate,
+        rules=rules,
         parallelism=parallelism_of(config),
-        offload_optimizer=optimizer.offload,
+        offload_optimizer=settings.offload,
         compiler_options=config.compiler_options,
         spikes=None if spikes is None else SpikeRule(spikes.window, spikes.sigmas, spikes.watch),
     )
@@ -123,7 +113,7 @@ def build_sharded_model(
     """The model of a config on its mesh, for all that does not train it.
 
     Parameters are replicated over `data` where ZeRO 1 and 2 would shard them, so that nothing is gathered for each
-    batch or token. Arguments are those of `build_step` and `OwnStep`.
+    batch or token. Arguments are those of `build_step`.
 
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.

@@ -15,6 +15,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.configured import open_run_data
 from jaxtrain.optim.optimizers import build_schedule
 from jaxtrain.run.assemble import assemble
+from jaxtrain.run.spec import RunSpec
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, np.ndarray]:
@@ -33,8 +34,9 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def main(folder: Path, steps: int, name: str) -> None:
     """Write values.npz and batches.npz (a leading dim of steps)."""
-    config = load_config(name).config
-    parts = assemble(config, open_run_data(config))
+    spec = RunSpec(load_config(name), Path("runs/unused"))
+    config = spec.config
+    parts = assemble(spec, open_run_data(spec.config))
     write(folder / "values.npz", flat(parts.step.init(config.seed).params))
     load = parts.step.loader(parts.batches)
     batches = [flat(load(number)) for number in range(steps)]

@@ -4,6 +4,7 @@ python scripts/peers/ours.py bench_cpu [key=value ...]
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from peer import serve
@@ -15,15 +16,17 @@ from jaxtrain.runtime.host import restart
 
 def main(name: str, overrides: list[str]) -> None:
     """Train the config of a name for as many steps as the driver asks for."""
-    config = load_config(name, overrides=overrides).config
+    loaded = load_config(name, overrides=overrides)
+    config = loaded.config
     distributed.start(compilation_cache=None)
     import jax
 
     from jaxtrain.data import prefetch
     from jaxtrain.data.configured import open_run_data
     from jaxtrain.run.assemble import assemble
+    from jaxtrain.run.spec import RunSpec
 
-    run_parts = assemble(config, open_run_data(config))
+    run_parts = assemble(RunSpec(loaded, Path("runs/unused")), open_run_data(config))
     step = run_parts.step
     step.compile(run_parts.batches.spec())
     state, done = step.init(config.seed), 0

@@ -18,7 +18,8 @@ from jaxtrain.config.files import find_config, shipped_configs
 from jaxtrain.data.configured import open_run_data
 from jaxtrain.errors import ConfigError
 from jaxtrain.run.assemble import assemble
-from jaxtrain.run.run import run_config
+from jaxtrain.run.run_config import run_config
+from jaxtrain.run.spec import RunSpec
 
 SHIPPED = {
     "bench_cpu",
@@ -81,8 +82,8 @@ BIG = {
 def test_big_config_traces_whole_on_eight_devices(name):
     overrides, num_parameters, degrees = BIG[name]
     overrides = ["data.kind=synthetic", "data.num_rows=8", *overrides]
-    config = load_config(name, overrides=overrides).config
-    run = assemble(config, open_run_data(config))
+    spec = RunSpec(load_config(name, overrides=overrides), Path("runs/unused"))
+    run = assemble(spec, open_run_data(spec.config))
     assert run.num_parameters == num_parameters
     assert {axis: size for axis, size in run.step.mesh.shape.items() if size > 1} == degrees
     lowered = run.step.lower(run.batches.spec())

@@ -1,6 +1,7 @@
 """Every source gives the rows, shapes and description it promises."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from jaxtrain.data.configured import open_run_data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.run.assemble import assemble
+from jaxtrain.run.spec import RunSpec
 
 BPE = TokenizerConfig(kind="bpe", vocab_size=300)
 
@@ -201,12 +203,12 @@ def test_the_target_decides_the_task_of_a_table(targets, task, outputs, words, t
 
 def test_the_task_of_the_run_decides_what_whole_numbers_are(tmp_path):
     words = {"data.path": str(write_csv(tmp_path, [7, 3, 5, 3] * 100))}
-    config = load_config("tabular_mlp", keywords={**words, "task": "regression"}).config
-    run = assemble(config, open_run_data(config))
+    spec = RunSpec(load_config("tabular_mlp", keywords={**words, "task": "regression"}), Path("runs/unused"))
+    run = assemble(spec, open_run_data(spec.config))
     assert (run.data.num_outputs, run.batches.spec()["targets"].dtype) == (1, np.float32)
-    config = load_config("tabular_mlp", keywords={**words, "data.task": "regression"}).config
+    spec = RunSpec(load_config("tabular_mlp", keywords={**words, "data.task": "regression"}), Path("runs/unused"))
     with pytest.raises(ConfigError, match="targets of the data are numbers; set task=regression"):
-        assemble(config, open_run_data(config))
+        assemble(spec, open_run_data(spec.config))
 
 
 def test_augmentation_is_pure_in_the_index_and_off_in_validation(tmp_path):

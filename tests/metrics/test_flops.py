@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from jaxtrain.data.configured import open_run_data
 from jaxtrain.metrics.flops import model_flops_per_row
 from jaxtrain.run.assemble import assemble
 from jaxtrain.run.record import step_flops
+from jaxtrain.run.spec import RunSpec
 from jaxtrain.runtime.devices import peak_flops
 
 _flops = functools.partial(
@@ -206,8 +208,9 @@ def test_a_pair_of_answers_counts_two_texts(tmp_path):
         *("data.tokenizer.kind=byte", "data.validation_fraction=0", "train.global_batch_size=8"),
         *("model.kind=transformer", "model.num_layers=1", "model.embed_dim=8", "model.num_heads=2"),
     ]
-    config = load_config(None, overrides=[*words, "model.max_sequence_length=64"]).config
-    run = assemble(config, open_run_data(config))
+    spec = RunSpec(load_config(None, overrides=[*words, "model.max_sequence_length=64"]), Path("runs/unused"))
+    config = spec.config
+    run = assemble(spec, open_run_data(spec.config))
     by_text = _flops(config.model, sequence_length=64, vocab_size=run.data.vocab_size)
     assert by_text is not None
     assert step_flops(run) == 8 * 2 * by_text
@@ -217,7 +220,9 @@ def test_a_run_counts_what_it_trains():
     words = ["data.kind=digits", "model.kind=mlp", "model.hidden_dims=[16]", "task=classification"]
     found = []
     for freeze in ([], ["optimizer.freeze=[layers/*]"]):
-        config = load_config(None, overrides=[*words, *freeze, "train.global_batch_size=32"]).config
-        found.append(step_flops(assemble(config, open_run_data(config))))
+        spec = RunSpec(
+            load_config(None, overrides=[*words, *freeze, "train.global_batch_size=32"]), Path("runs/unused")
+        )
+        found.append(step_flops(assemble(spec, open_run_data(spec.config))))
     layer, output = 64 * 16, 16 * 10
     assert found == [32 * 6 * (layer + output), 32 * 2 * (layer + 2 * output)]

@@ -11,7 +11,6 @@ from test_run_callbacks import kept, status
 from training_runs import losses, rows
 
 import jaxtrain as jt
-from jaxtrain.config.schema import EarlyStoppingConfig
 from jaxtrain.run.callbacks import judge
 
 VERDICTS = {
@@ -35,7 +34,7 @@ VERDICTS = {
 
 def test_verdict() -> None:
     for case, (evaluations, settings, wanted) in VERDICTS.items():
-        assert judge(evaluations, EarlyStoppingConfig(patience=2, **settings)) == wanted, case
+        assert judge(evaluations, jt.EarlyStopping(patience=2, **settings)) == wanted, case
 
 
 HIGHER = (
@@ -47,11 +46,11 @@ LOWER = "loss perplexity mse mae huber cross_entropy rejected_reward rejected_sc
 def test_every_shipped_metric_has_a_direction_and_others_need_a_mode() -> None:
     for names, is_higher_better in ((HIGHER, True), (f"{LOWER} top_5_error validation_loss", False)):
         for name in names.split():
-            assert EarlyStoppingConfig(metric=f"eval_{name}").is_higher_better == is_higher_better, name
+            assert jt.EarlyStopping(metric=f"eval_{name}").is_higher_better == is_higher_better, name
     for name in ("gain", "accuracy_drop", "inaccuracy", "expert_busiest"):
         with pytest.raises(jt.ConfigError, match=f"metric=eval_{name} .* not known; set mode=max or mode=min"):
-            EarlyStoppingConfig(metric=f"eval_{name}")
-        assert EarlyStoppingConfig(metric=f"eval_{name}", mode="max").is_higher_better
+            jt.EarlyStopping(metric=f"eval_{name}")
+        assert jt.EarlyStopping(metric=f"eval_{name}", mode="max").is_higher_better
 
 
 def test_the_best_f1_is_kept_and_named_in_the_report(tmp_path: Path) -> None:
@@ -103,7 +102,10 @@ def test_early_stopping_survives_a_stop_and_a_resume(tmp_path: Path, capfd: pyte
 
     record, logged = (whole / "run.json").read_text(), rows(whole)
     again = overfit(whole)
-    assert "already stopped early at step 8: raise the patience to continue" in capfd.readouterr().err
+    assert (
+        "already stopped early at step 8: raise evaluation.early_stopping.patience to continue"
+        in capfd.readouterr().err
+    )
     assert (again.step, again.metrics["eval_loss"]) == (8, result.metrics["eval_loss"])
     assert (whole / "run.json").read_text() == record, "a run that ended keeps its record"
     assert rows(whole) == logged

@@ -15,8 +15,8 @@ from training_runs import losses
 
 import jaxtrain as jt
 from jaxtrain.config import load_config
+from jaxtrain.data.configured import with_counted_steps
 from jaxtrain.data.stream import BatchStream
-from jaxtrain.run.assemble import _with_steps
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 Y = X.argmax(-1).astype(np.int32)
@@ -119,5 +119,5 @@ def test_passes_over_the_rows_are_steps() -> None:
     """The products of some floats are a hair above the whole number that is meant."""
     for epochs, num_rows, size, steps in ((1.1, 100, 10, 11), (2.2, 100, 20, 11), (1.11, 100, 10, 12), (2, 7, 4, 4)):
         config = load_config(keywords={"train": {"epochs": epochs, "global_batch_size": size}}).config
-        counted = _with_steps(config, cast(Any, SimpleNamespace(train=range(num_rows)))).train
+        counted = with_counted_steps(config, cast(Any, SimpleNamespace(train=range(num_rows)))).train
         assert (counted.steps, counted.epochs) == (steps, None)

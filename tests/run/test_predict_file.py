@@ -15,7 +15,7 @@ import jaxtrain as jt
 from jaxtrain.commands.predict import _csv_lines
 from jaxtrain.config import load_config
 from jaxtrain.data.permutation import split_examples
-from jaxtrain.run.run import run_config
+from jaxtrain.run.run_config import run_config
 
 FEW_STEPS = {
     "optimizer": {"kind": "sgd", "learning_rate": 0.1},
@@ -110,8 +110,8 @@ def refuse(*_, **__):
 def test_rows_are_read_as_in_training(kind, trained, monkeypatch):
     """The file that the run was trained on, through the loader of training and by `predict_file`."""
     folder = trained(kind)
-    monkeypatch.setattr("jaxtrain.run.assemble.make_train_step", refuse)
-    monkeypatch.setattr("jaxtrain.run.assemble.build_optimizer", refuse)
+    monkeypatch.setattr("jaxtrain.train.build.make_train_step", refuse)
+    monkeypatch.setattr("jaxtrain.train.build.build_optimizer", refuse)
     run = jt.open_run(folder / "run")
     path = run.config.data.path
     outputs = predicted(run, kind, path)

@@ -18,6 +18,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.configured import open_run_data
 from jaxtrain.run import record
 from jaxtrain.run.assemble import assemble
+from jaxtrain.run.spec import RunSpec
 
 QUIET = {"tensorboard": False, "report": False}
 
@@ -73,8 +74,8 @@ def test_the_first_row_after_a_resume_has_the_steps_since_it(tmp_path: Path) -> 
 def test_utilization_is_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "peak_flops", lambda kind, policy: 1e9)
     words = ["data.kind=digits", "model.kind=mlp", "task=classification", "train.global_batch_size=32"]
-    config = load_config(None, overrides=[*words, "model.hidden_dims=[16]"]).config
-    meter = record.run_meter(assemble(config, open_run_data(config)), own_model=False)
+    spec = RunSpec(load_config(None, overrides=[*words, "model.hidden_dims=[16]"]), Path("runs/unused"))
+    meter = record.run_meter(assemble(spec, open_run_data(spec.config)))
     assert meter.peak_flops == jax.device_count() * 1e9 == 8e9
 
 
@@ -91,8 +92,8 @@ def test_the_tokens_of_a_step_are_those_without_padding(tmp_path: Path) -> None:
             "data.validation_fraction=0",
         ),
     ]
-    config = load_config(None, overrides=words).config
-    run = assemble(config, open_run_data(config))
+    spec = RunSpec(load_config(None, overrides=words), Path("runs/unused"))
+    run = assemble(spec, open_run_data(spec.config))
     inputs = run.data.train[0]["inputs"]
     tokens = np.flatnonzero(inputs != inputs[-1])[-1] + 1
-    assert record.run_meter(run, own_model=False).units_per_step == 8 * tokens < 8 * 96
+    assert record.run_meter(run).units_per_step == 8 * tokens < 8 * 96

@@ -9,7 +9,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.metrics.writers import JsonlWriter
-from jaxtrain.run.run import Result
+from jaxtrain.run.trainer import Result
 from jaxtrain.runtime.files import write_json_atomic
 
 NAME = "mine"

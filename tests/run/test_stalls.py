@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import WatchdogConfig
-from jaxtrain.run import loop, watchdog
+from jaxtrain.metrics import throughput
+from jaxtrain.run import watchdog
 from jaxtrain.run.watchdog import Activity, Doing, Watchdog, budget, is_behind, patience
 from jaxtrain.runtime.heartbeats import Exchange, Peer
 
@@ -149,8 +150,8 @@ def test_time_in_which_the_process_was_stopped_does_not_count(watch, rounds, sec
 
 def test_a_step_s_seconds_are_its_own_wait_and_its_own_work(monkeypatch):
     now, waits, found = 0.0, [0.1 * number for number in range(1, 7)], []
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
-    clock, pending = loop.StepClock(), None
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now)
+    clock, pending = throughput.StepClock(), None
     for number, wait in enumerate(waits):
         now += wait
         if pending is None:
