@@ -30,6 +30,7 @@ from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.runinfo import package_versions, read_run_info, run_text
 from jaxtrain.metrics.throughput import StepClock, TimeSpent
 from jaxtrain.metrics.trackers import check_trackers
+from jaxtrain.metrics.utilization import step_meter
 from jaxtrain.metrics.writers import Scalars
 from jaxtrain.run.assemble import Run, assemble
 from jaxtrain.run.callbacks import EARLY_STOPPED, Watch
@@ -39,7 +40,7 @@ from jaxtrain.run.directory import RunLock
 from jaxtrain.run.evaluation import HeldOut
 from jaxtrain.run.messages import BadSteps, diverged, first_lines, last_lines, shown_metrics
 from jaxtrain.run.profiling import Profile
-from jaxtrain.run.record import RunRecord, StepLog, run_meter
+from jaxtrain.run.record import RunRecord, StepLog
 from jaxtrain.run.resume import (
     check_code,
     check_resumed,
@@ -202,7 +203,9 @@ class Trainer:
         with _closing_on_failure(lambda status: self.checkpointer.close()):
             self.record = RunRecord(spec.run_dir, self.spent, report=progress.message)
             self.evaluation = HeldOut(self.run)
-            self.meter = run_meter(self.run)
+            model = self.run.step.model if spec.model is None else None
+            num_devices = self.run.step.mesh.size
+            self.meter = step_meter(self.run.config, model, self.run.data, num_devices=num_devices)
             resumed = choose_start(self.checkpointer, spec.resume)
             if resumed is None:
                 base = self._begin()
@@ -216,7 +219,7 @@ class Trainer:
             self.saves = RunSaves(
                 self.checkpointer, self.run.config.checkpoint, spec.run_dir, report=progress.message, owner=owner
             )
-            self.steps = StepLog(self.run, meter=self.meter, record=self.record, progress=progress)
+            self.steps = StepLog(self.run, meter=self.meter, record=self.record, spent=self.spent, progress=progress)
 
     def _open(self) -> Run:
         """Read the data and build the step; degrees and kinds that do not fit fail before any data is read."""

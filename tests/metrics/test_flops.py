@@ -17,8 +17,8 @@ from jaxtrain.config.model import (
 )
 from jaxtrain.data.configured import open_run_data
 from jaxtrain.metrics.flops import model_flops_per_row
+from jaxtrain.metrics.utilization import step_flops
 from jaxtrain.run.assemble import assemble
-from jaxtrain.run.record import step_flops
 from jaxtrain.run.spec import RunSpec
 from jaxtrain.runtime.devices import peak_flops
 
@@ -213,7 +213,7 @@ def test_a_pair_of_answers_counts_two_texts(tmp_path):
     run = assemble(spec, open_run_data(spec.config))
     by_text = _flops(config.model, sequence_length=64, vocab_size=run.data.vocab_size)
     assert by_text is not None
-    assert step_flops(run) == 8 * 2 * by_text
+    assert step_flops(run.config, run.step.model, run.data) == 8 * 2 * by_text
 
 
 def test_a_run_counts_what_it_trains():
@@ -223,6 +223,7 @@ def test_a_run_counts_what_it_trains():
         spec = RunSpec(
             load_config(None, overrides=[*words, *freeze, "train.global_batch_size=32"]), Path("runs/unused")
         )
-        found.append(step_flops(assemble(spec, open_run_data(spec.config))))
+        run = assemble(spec, open_run_data(spec.config))
+        found.append(step_flops(run.config, run.step.model, run.data))
     layer, output = 64 * 16, 16 * 10
     assert found == [32 * 6 * (layer + output), 32 * 2 * (layer + 2 * output)]

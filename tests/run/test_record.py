@@ -16,7 +16,7 @@ from training_runs import rows
 import jaxtrain as jt
 from jaxtrain.config import load_config
 from jaxtrain.data.configured import open_run_data
-from jaxtrain.run import record
+from jaxtrain.metrics import utilization
 from jaxtrain.run.assemble import assemble
 from jaxtrain.run.spec import RunSpec
 
@@ -72,10 +72,11 @@ def test_the_first_row_after_a_resume_has_the_steps_since_it(tmp_path: Path) -> 
 
 
 def test_utilization_is_of_the_peak_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "peak_flops", lambda kind, policy: 1e9)
+    monkeypatch.setattr(utilization, "peak_flops", lambda kind, policy: 1e9)
     words = ["data.kind=digits", "model.kind=mlp", "task=classification", "train.global_batch_size=32"]
     spec = RunSpec(load_config(None, overrides=[*words, "model.hidden_dims=[16]"]), Path("runs/unused"))
-    meter = record.run_meter(assemble(spec, open_run_data(spec.config)))
+    run = assemble(spec, open_run_data(spec.config))
+    meter = utilization.step_meter(run.config, run.step.model, run.data, num_devices=run.step.mesh.size)
     assert meter.peak_flops == jax.device_count() * 1e9 == 8e9
 
 
@@ -96,4 +97,5 @@ def test_the_tokens_of_a_step_are_those_without_padding(tmp_path: Path) -> None:
     run = assemble(spec, open_run_data(spec.config))
     inputs = run.data.train[0]["inputs"]
     tokens = np.flatnonzero(inputs != inputs[-1])[-1] + 1
-    assert record.run_meter(run).units_per_step == 8 * tokens < 8 * 96
+    meter = utilization.step_meter(run.config, run.step.model, run.data, num_devices=run.step.mesh.size)
+    assert meter.units_per_step == 8 * tokens < 8 * 96
