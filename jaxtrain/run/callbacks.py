@@ -90,7 +90,8 @@ class Callback:
 def judge(evaluations: Mapping[int, float], rule: EarlyStopping) -> tuple[bool, int | None]:
     """Return whether evaluations (step -> value) stop a run, and the step of the best finite value, if there is one."""
     best_step = None
-    best = reference = math.inf
+    best = math.inf
+    reference = math.inf
     num_without = 0
     for step, value in sorted(evaluations.items()):
         score = _score(rule, value)
@@ -115,11 +116,16 @@ def _score(rule: EarlyStopping, value: float) -> float:
 
 def recorded_values(run_dir: Path, metric: str, *, last: int) -> dict[int, float]:
     """Read the values of a metric in metrics.jsonl: step -> value, NaN where it was not finite."""
-    return {
-        row["step"]: math.nan if row[metric] is None else float(row[metric])
-        for row in read_rows(run_dir / "metrics.jsonl")
-        if metric in row and row["step"] <= last
-    }
+    values = {}
+    for row in read_rows(run_dir / "metrics.jsonl"):
+        if metric in row and row["step"] <= last:
+            values[row["step"]] = _number(row[metric])
+    return values
+
+
+def _number(value: float | int | None) -> float:
+    """Return a metric as a number; None, which stands for one that is not finite, as NaN."""
+    return math.nan if value is None else float(value)
 
 
 class Watch:
@@ -158,8 +164,12 @@ class Watch:
         return bool(self._due(number))
 
     def _due(self, number: int) -> list[Callable[[Moment], Answer]]:
-        due = [callback for callback in self._callbacks if number % callback.every == 0 or number == self._last]
-        return [callback.on_step for callback in due if callback.on_step is not None]
+        due = []
+        for callback in self._callbacks:
+            is_due = number % callback.every == 0 or number == self._last
+            if is_due and callback.on_step is not None:
+                due.append(callback.on_step)
+        return due
 
     def stepped(self, number: int, metrics: Mapping[str, Any], state: TrainState) -> None:
         """Call `on_step` of the callbacks that want to see this step."""
@@ -173,7 +183,7 @@ class Watch:
         Raises:
             ConfigError: the evaluation has no such metric.
         """
-        numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
+        numbers = {name: _number(value) for name, value in metrics.items()}
         rule = self._rule
         if rule is not None:
             if rule.metric not in numbers:
@@ -181,7 +191,7 @@ class Watch:
                     f"evaluation.early_stopping.metric={rule.metric} is not among the metrics of the evaluation; "
                     f"use {' or '.join(numbers)}"
                 )
-            value = float(numbers[rule.metric])
+            value = numbers[rule.metric]
             self._scored = (number, _score(rule, value))
             self._evaluations[number] = value
             self._decide(rule)

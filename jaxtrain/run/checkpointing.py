@@ -20,9 +20,8 @@ from jaxtrain.runtime.distributed import is_main_process, together
 from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.train.state import TrainState
 
-# Files of the run directory that are copied beside checkpoints elsewhere: the metrics, from which early stopping
-# resumes, and the numbers of a reference run.
-_KEPT_FILES = ("metrics.jsonl", "reference.npz")
+# Copied beside checkpoints that are elsewhere: early stopping resumes from it.
+_METRICS = "metrics.jsonl"
 
 
 def is_due(number: int, every: int | None) -> bool:
@@ -91,18 +90,17 @@ def begin_folder(folder: Place, config: CheckpointConfig, run_dir: Path, report:
         report(f"the checkpoints of an earlier run were moved to {previous_steps}")
 
 
-def take_up_files(folder: Place, run_dir: Path) -> None:
-    """Copy back what `RunSaves` copied beside the checkpoints if the run directory has less; every process calls it."""
+def take_up_metrics(folder: Place, run_dir: Path) -> None:
+    """Copy back the metrics that `RunSaves` copied if the run directory has less of them; every process calls this."""
 
     def copy_back() -> None:
         if not is_main_process():
             return
-        for name in _KEPT_FILES:
-            with contextlib.suppress(FileNotFoundError):
-                content = (folder / name).read_bytes()
-                path = run_dir / name
-                if not path.exists() or path.stat().st_size < len(content):
-                    write_bytes_atomic(path, content)
+        path = run_dir / _METRICS
+        with contextlib.suppress(FileNotFoundError):
+            content = (folder / _METRICS).read_bytes()
+            if not path.exists() or path.stat().st_size < len(content):
+                write_bytes_atomic(path, content)
 
     together(copy_back)
 
@@ -161,7 +159,8 @@ class RunSaves:
                 f"nothing more there; {self._saved_step()}"
             )
         if self._owner is not None:
-            self._keep_files()
+            with contextlib.suppress(OSError):  # the save reports what is wrong with the store
+                places.write_bytes(self._checkpointer.directory / _METRICS, (self._run_dir / _METRICS).read_bytes())
         failure = None
         began = False
         try:
@@ -214,12 +213,6 @@ class RunSaves:
         finally:
             self._failure = None  # it is raised once, so that closing again succeeds
             self._checkpointer.release()
-
-    def _keep_files(self) -> None:
-        """Copy the files of the run directory that a start on another machine needs beside the checkpoints."""
-        for name in _KEPT_FILES:
-            with contextlib.suppress(OSError):  # the next save reports what is wrong with the store
-                places.write_bytes(self._checkpointer.directory / name, (self._run_dir / name).read_bytes())
 
     def _agree(self, failure: SaveError | None) -> None:
         """Count a failure of this process; a StorageError if only another process failed."""

@@ -45,13 +45,15 @@ class HeldOut:
 
     def take_logged(self, number: int) -> None:
         """Take the metrics that metrics.jsonl has of a step for those of the evaluation, if it was evaluated."""
-        rows = [row for row in read_rows(self._run.spec.run_dir / "metrics.jsonl") if row["step"] == number]
-        for row in rows:
-            if "loss" in row or "eval_loss" in row:
+        for row in read_rows(self._run.spec.run_dir / "metrics.jsonl"):
+            is_of_run = "loss" in row or "eval_loss" in row  # others are of callbacks
+            if row["step"] == number and is_of_run:
                 self.metrics = {**self.metrics, **row}
         if "eval_loss" in self.metrics:
             self.step = number
 
     def loss_after(self, number: int) -> float | None:
         """Return the `eval_loss` after a step; None: it was not evaluated."""
-        return self.metrics.get("eval_loss") if self.step == number else None
+        if self.step != number:
+            return None
+        return self.metrics.get("eval_loss")

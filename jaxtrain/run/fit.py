@@ -14,8 +14,7 @@ from jaxtrain.config.schema import AXES, EarlyStopping
 from jaxtrain.data.configured import with_batch_size
 from jaxtrain.data.sources.given import data_of, renamed
 from jaxtrain.errors import ConfigError
-from jaxtrain.metrics.progress import Progress
-from jaxtrain.models.model import Model, ModelState, Params
+from jaxtrain.models.model import Model, Params
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import ERRORS, TASKS, named_task
 from jaxtrain.run.callbacks import Callback
@@ -24,6 +23,7 @@ from jaxtrain.run.spec import RunSpec, with_callbacks
 from jaxtrain.run.trainer import Result, train
 from jaxtrain.runtime import distributed
 from jaxtrain.train.parallelism import Parallelism, check_parts
+from jaxtrain.train.state import EvaluationState, TrainState
 
 
 def fit(
@@ -46,8 +46,7 @@ def fit(
     learning_rate: optax.Schedule | float | None = None,
     rules: Mapping[str, tuple[str, ...]] | None = None,
     parallelism: Parallelism | None = None,
-    params: Params | Any = None,
-    model_state: ModelState | Any = None,
+    params: Params | TrainState | EvaluationState | Any = None,
     skip: Sequence[str] = (),
     seed: int = 0,
     run_dir: str | Path | None = None,
@@ -58,7 +57,6 @@ def fit(
     logging: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback | EarlyStopping] = (),
-    progress: Progress | None = None,
 ) -> Result:
     """Train your own model as a run: locked, logged, evaluated, saved, reported, and resumed by the same call.
 
@@ -86,7 +84,10 @@ def fit(
         trainable: parameter path -> whether it is trained; None: all are.
         learning_rate: the rate of the optimizer that metrics and report show, a number or a schedule; None: none.
         rules, parallelism: see `make_train_step`.
-        params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
+        params: what training starts from: a tree of arrays, a state (whose averages are taken, where it has any, and
+            whose model_state comes along), the path of a run or of a published model, or what `fit` or `open_run`
+            returned; None: what the model draws.
+        skip: patterns of parameters that are drawn although `params` has them: ["head/*"].
         seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.
         run_dir: where everything is written; None: a directory of its own, runs/<name of the model>-<number>.
         resume: None goes on with the run that `run_dir` holds if it trains the same (more steps are allowed) and
@@ -95,7 +96,6 @@ def fit(
         evaluation, checkpoint, logging: keys of these groups of a config, such as {"every": 100}.
         overrides: any keys of a config on top of the arguments, dotted or nested: {"optimizer.offload": True}.
         callbacks: `Callback` and `EarlyStopping`.
-        progress: where phases and progress are shown; None: on standard error.
 
     Returns:
         The result, once all steps are done or the run has stopped early: the last state and its metrics.
@@ -142,6 +142,10 @@ def fit(
         settings["parallel"] = dataclasses.asdict(parallelism)
     if mesh is not None:
         settings.setdefault("parallel", {}).update({axis: mesh.shape[axis] for axis in AXES})
+    model_state = None
+    if isinstance(params, TrainState | EvaluationState):
+        model_state = params.evaluation_model_state
+        params = params.evaluation_params
     # Before jax is asked for anything: what is wrong with the settings, and where compiled programs are kept.
     loaded = load_config(settings, keywords=overrides, origin="jaxtrain.fit")
     distributed.start(compilation_cache=loaded.config.compilation_cache)
@@ -175,6 +179,5 @@ def fit(
         params=params,
         model_state=model_state,
         skip=skip,
-        progress=progress,
     )
     return train(with_callbacks(spec, callbacks))

@@ -31,26 +31,24 @@ def first_lines(run: Run, notes: Sequence[str], *, units: str) -> list[str]:
     """Return what is shown before a run compiles: model, data, devices and what was chosen for it."""
     config = run.config
     step = run.step
-    title = (
-        f"{run.spec.loaded.name}: {step.model.name}, {format_count(run.num_parameters)} parameters, "
-        f"{config.train.steps:,} steps of {units}"
-    )
+    count = format_count(run.num_parameters)
+    title = f"{run.spec.loaded.name}: {step.model.name}, {count} parameters, {config.train.steps:,} steps of {units}"
     if config.train.accumulation_steps > 1:
         title += f" in {config.train.accumulation_steps} microbatches"
     lines = [title]
     trains = trained_leaves(step)
     if trains is not None:
-        trained = sum(leaf.size for leaf in jax.tree.leaves(without_base(step.abstract_state, trains).params))
-        lines.append(f"adapters: {trained:,} parameters are trained; checkpoints hold only these")
-    lines += [f"data: {line}" for line in run.data.description]
-    lines += [
-        _devices_line(run),
-        f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}",
-        f"run directory: {run.spec.run_dir}",
-        *mesh_notes(step.mesh),
-        *option_notes(step.compiler_options, asked=config.compiler_options),
-        *notes,
-    ]
+        trained = without_base(step.abstract_state, trains).params
+        count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        lines.append(f"adapters: {count:,} parameters are trained; checkpoints hold only these")
+    for line in run.data.description:
+        lines.append(f"data: {line}")
+    lines.append(_devices_line(run))
+    lines.append(f"compiled programs: {cache_folder(config.compilation_cache) or 'not kept'}")
+    lines.append(f"run directory: {run.spec.run_dir}")
+    lines += mesh_notes(step.mesh)
+    lines += option_notes(step.compiler_options, asked=config.compiler_options)
+    lines += notes
     unused = unused_accelerator(jax.devices()[0].platform)
     if unused:
         lines.append(unused)
@@ -59,12 +57,16 @@ def first_lines(run: Run, notes: Sequence[str], *, units: str) -> list[str]:
 
 def _devices_line(run: Run) -> str:
     step = run.step
-    leaves = zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True)
-    host_bytes = sharded_bytes([leaf for leaf, is_on_host in leaves if is_on_host])
+    on_host = []
+    for leaf, is_on_host in zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True):
+        if is_on_host:
+            on_host.append(leaf)
+    host_bytes = sharded_bytes(on_host)
     device_bytes = sharded_bytes(step.abstract_state) - host_bytes
-    degrees = " ".join(f"{axis}={size}" for axis, size in step.mesh.shape.items() if size > 1) or "one device"
-    line = f"devices: {describe_devices()} ({degrees}), {run.config.precision.policy}, "
-    line += f"state {format_bytes(device_bytes)} per device"
+    degrees = [f"{axis}={size}" for axis, size in step.mesh.shape.items() if size > 1]
+    mesh = " ".join(degrees) or "one device"
+    policy = run.config.precision.policy
+    line = f"devices: {describe_devices()} ({mesh}), {policy}, state {format_bytes(device_bytes)} per device"
     if host_bytes:
         line += f", {format_bytes(host_bytes)} on the host"
     return line
@@ -80,20 +82,24 @@ class BadSteps:
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         """Report a step that is done, if it was skipped."""
-        cause = "is not finite"
+        cause = None
         if self._spikes is not None and bool(metrics["spiked"]):
-            spikes = self._spikes
-            cause = f"is a spike, more than {spikes.sigmas:g} deviations above the last {spikes.window} steps"
-        elif not int(metrics["skipped_in_a_row"]) or _is_empty(metrics):
+            cause = (
+                f"is a spike, more than {self._spikes.sigmas:g} deviations above the last {self._spikes.window} steps"
+            )
+        elif int(metrics["skipped_in_a_row"]) and not _has_no_weight(metrics):
+            cause = "is not finite"
+        if cause is None or self._num_shown == _MAX_BAD_STEPS:
             return
         self._num_shown += 1
-        if self._num_shown > _MAX_BAD_STEPS:
-            return
-        numbers = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
-        self._progress.message(f"step {number} {cause}: {numbers}; batch {number - 1} is skipped")
+        loss = float(metrics["loss"])
+        norm = float(metrics["grad_norm"])
+        self._progress.message(
+            f"step {number} {cause}: loss {loss:.4g}, gradient norm {norm:.4g}; batch {number - 1} is skipped"
+        )
 
 
-def _is_empty(metrics: Mapping[str, jax.Array]) -> bool:
+def _has_no_weight(metrics: Mapping[str, jax.Array]) -> bool:
     """Return whether a batch had no weight, which is skipped without a fault."""
     return float(metrics["weight"]) == 0 and float(metrics["grad_norm"]) == 0
 

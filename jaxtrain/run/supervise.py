@@ -20,10 +20,18 @@ from jaxtrain.runtime.terminal import print_remark
 _LONGEST_WAIT_SECONDS = 60
 # An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
 # that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
 _NEVER = {
-    *(0, ConfigError.exit_code, DataError.exit_code, DivergedError.exit_code, PreemptedError.exit_code),
-    *(128 + number for number in _SIGNALS),
+    0,
+    ConfigError.exit_code,
+    DataError.exit_code,
+    DivergedError.exit_code,
+    PreemptedError.exit_code,
+    128 + signal.SIGINT,
+    128 + signal.SIGTERM,
+    128 + signal.SIGHUP,
+    128 + signal.SIGPIPE,
+    128 + signal.SIGUSR1,
+    128 + signal.SIGUSR2,
 }
 
 
@@ -35,18 +43,21 @@ class Position(NamedTuple):
 
 
 def read_position(run_dir: Path | None) -> Position:
-    """How far the run of a directory is; damaged or missing files count as nothing done."""
+    """Return how far the run of a directory is; damaged or missing files count as nothing done."""
     if run_dir is None:
         return Position()
     saved = 0
     with contextlib.suppress(CheckpointError):
         saved = max(list_steps(checkpoint_folder(run_dir)), default=0)
-    return Position(max([saved, *(row["step"] for row in read_rows(run_dir / "metrics.jsonl"))]), saved)
+    logged = [row["step"] for row in read_rows(run_dir / "metrics.jsonl")]
+    return Position(max([saved, *logged]), saved)
 
 
 def is_restarted(code: int, *, has_trained: bool) -> bool:
     """Whether another start may get over an end: of checkpoints (4) where the run trained, and storage failed."""
-    return has_trained if code == CheckpointError.exit_code else code not in _NEVER
+    if code == CheckpointError.exit_code:
+        return has_trained
+    return code not in _NEVER
 
 
 def supervise(
@@ -67,35 +78,42 @@ def supervise(
         asked: set once the end was asked for by a signal; where nothing runs then, the result is 75.
         how_ended: exit code -> words.
     """
-    number, in_a_row, last_failure = 0, 0, None
-    first = reached = read_position(run_dir)
+    number = 0
+    in_a_row = 0  # restarts without a new checkpoint
+    last_failure = None
+    first = read_position(run_dir)
+    reached = first
     while True:
         before = reached
         code = start(number, reached != first)
         reached = read_position(run_dir)
-        trained = reached.step > before.step or reached.saved > before.saved
-        if asked.is_set() or not is_restarted(code, has_trained=trained):
+        has_saved = reached.saved > before.saved
+        if asked.is_set() or not is_restarted(code, has_trained=has_saved or reached.step > before.step):
             return code
-        in_a_row = 1 if reached.saved > before.saved else in_a_row + 1
-        failure = code, reached.step
-        what = f"jaxtrain: the run {how_ended(code)}" + (f" at step {reached.step}" if run_dir else "")
-        if run_dir is not None and failure == last_failure:
-            print_remark(f"{what}, twice in a row: it would fail there again, so it is not restarted")
-            return code
+        in_a_row = 1 if has_saved else in_a_row + 1
+        end = f"jaxtrain: the run {how_ended(code)}"
+        where = ""
+        if run_dir is not None:
+            end += f" at step {reached.step}"
+            where = f" from step {reached.saved} (of {reached.step})"
+            if (code, reached.step) == last_failure:
+                print_remark(f"{end}, twice in a row: it would fail there again, so it is not restarted")
+                return code
+        last_failure = (code, reached.step)
         if number == restarts:
-            print_remark(f"{what} after {number} restart{'s' * (number != 1)}, as many as --restarts allows")
+            print_remark(f"{end} after {number} restart{'s' * (number != 1)}, as many as --restarts allows")
             return code
         number += 1
-        last_failure = failure
         wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)
-        again = f" from step {reached.saved} (of {reached.step})" if run_dir else ""
-        print_remark(f"{what}; restart {number} of {restarts} in {wait} s{again}")
+        print_remark(f"{end}; restart {number} of {restarts} in {wait} s{where}")
         if asked.wait(wait):
             return PreemptedError.exit_code
 
 
 def resumed_words(words: Sequence[str]) -> list[str]:
-    """The words of a start after one that began: what `--resume never` began is gone on with."""
-    pairs = zip(["", *words], words, strict=False)
-    after = ["auto" if (before, word) == ("--resume", "never") else word for before, word in pairs]
-    return ["--resume=auto" if word == "--resume=never" else word for word in after]
+    """Return the words of a start after one that began: what `--resume never` began is resumed."""
+    resumed = ["--resume=auto" if word == "--resume=never" else word for word in words]
+    for index, word in enumerate(resumed[1:], 1):
+        if word == "never" and resumed[index - 1] == "--resume":
+            resumed[index] = "auto"
+    return resumed

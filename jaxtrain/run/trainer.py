@@ -34,7 +34,7 @@ from jaxtrain.metrics.utilization import step_meter
 from jaxtrain.metrics.writers import Scalars
 from jaxtrain.run.assemble import Run, assemble
 from jaxtrain.run.callbacks import EARLY_STOPPED, Watch
-from jaxtrain.run.checkpointing import RunSaves, begin_folder, is_due, open_checkpoints, take_up_files
+from jaxtrain.run.checkpointing import RunSaves, begin_folder, is_due, open_checkpoints, take_up_metrics
 from jaxtrain.run.compiling import TracedStep, compile_step
 from jaxtrain.run.directory import RunLock
 from jaxtrain.run.evaluation import HeldOut
@@ -277,7 +277,7 @@ class Trainer:
             may_change=spec.resume is not None,
         )
         if self.run.config.checkpoint.directory is not None:
-            take_up_files(self.checkpointer.directory, spec.run_dir)
+            take_up_metrics(self.checkpointer.directory, spec.run_dir)
         traced = self._trace([])
         saved = self.checkpointer.metadata()
         may_change = spec.resume == "must"

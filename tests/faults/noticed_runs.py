@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -93,10 +94,10 @@ def fit(run_dir: Path, passing: Passing, **changes: Any) -> jt.Result:
         logging={"every": 1, "tensorboard": False, "report": True},
         evaluation={"every": 2},
         checkpoint={"every": 2, "keep_last": 9},
-        progress=progress,
         overrides={"train.prefetch": 1, "train.workers": 1},
     )
-    return jt.fit(model(passing), jt.classification(), optax.adam(1e-2), **(arguments | changes))
+    with mock.patch("jaxtrain.run.trainer.Progress", lambda process_index: progress):
+        return jt.fit(model(passing), jt.classification(), optax.adam(1e-2), **(arguments | changes))
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
