@@ -17,21 +17,20 @@ import jax
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.schema import limits
-from jaxtrain.config.secrets import redacted
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.data.configured import open_run_data
-from jaxtrain.errors import ConfigError, DataError, DivergedError, PreemptedError, StorageError
+from jaxtrain.errors import ConfigError, DivergedError, PreemptedError, StorageError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import config_degrees
 from jaxtrain.metrics.evaluation import TO_HOLD_OUT
-from jaxtrain.metrics.history import flat
 from jaxtrain.metrics.progress import Progress
-from jaxtrain.metrics.runinfo import package_versions, read_run_info, run_text
+from jaxtrain.metrics.runinfo import read_run_info, run_text
 from jaxtrain.metrics.throughput import StepClock, TimeSpent
 from jaxtrain.metrics.trackers import check_trackers
 from jaxtrain.metrics.utilization import step_meter
 from jaxtrain.metrics.writers import Scalars
+from jaxtrain.run.agreement import run_facts, spec_facts
 from jaxtrain.run.assemble import Run, assemble
 from jaxtrain.run.callbacks import EARLY_STOPPED, Watch
 from jaxtrain.run.checkpointing import RunSaves, begin_folder, is_due, open_checkpoints, take_up_metrics
@@ -45,7 +44,6 @@ from jaxtrain.run.resume import (
     check_code,
     check_resumed,
     choose_start,
-    is_within,
     run_identity,
     run_metadata,
 )
@@ -55,27 +53,11 @@ from jaxtrain.run.spec import RunSpec
 from jaxtrain.run.start import describe_start, resumed_state, start_notes, start_of, trained_leaves
 from jaxtrain.run.watchdog import Activity, watched
 from jaxtrain.runtime import host
-from jaxtrain.runtime.distributed import Facts, check_devices, is_main_process, on_main_process, together
+from jaxtrain.runtime.distributed import check_devices, is_main_process, on_main_process, together
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 from jaxtrain.weights.base import BaseRecord, without_base
 
-# What processes may have of their own: where they find and keep files, what their host does ahead, and what only
-# process 0 writes. Whether data at another path is the same data is told by its content.
-_MAY_DIFFER = (
-    "compilation_cache",
-    "data.path",
-    "data.validation_path",
-    "data.tokenizer.path",
-    "train.prefetch",
-    "train.workers",
-    "logging.every",
-    "logging.tensorboard",
-    "logging.wandb",
-    "logging.mlflow",
-    "logging.project",
-    "logging.tags",
-)
 _STATUS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
     DivergedError: "diverged",
@@ -123,7 +105,7 @@ def train(spec: RunSpec) -> Result:
     """
     if jax.process_count() > 1:
         check_devices()
-        together(lambda: None, says=lambda _: _facts(spec))
+        together(lambda: None, says=lambda _: spec_facts(spec))
     else:  # of several, only the main process needs the packages
         check_trackers(spec.config.logging)
     progress = spec.progress or Progress(process_index=0 if is_main_process() else 1)
@@ -137,28 +119,6 @@ def train(spec: RunSpec) -> Result:
             trainer = Trainer(spec, progress, interrupt, activity)
         with _closing_on_failure(trainer.close):
             return trainer.train()
-
-
-def _facts(spec: RunSpec) -> Facts:
-    """Return what all processes must have alike before they compile: config, versions, directory."""
-    facts = {}
-    # Both values of what differs are shown, and a secret that differs between hosts trains the same.
-    for key, value in flat(redacted(spec.config.model_dump(mode="json"))).items():
-        if not is_within(key, _MAY_DIFFER):
-            facts[key] = (str(value), spec.loaded.origins.get(key, ""))
-    for package, version in package_versions().items():
-        facts[f"version of {package}"] = (str(version), "")
-    facts["directory of the run"] = (str(spec.run_dir), "")
-    facts["--resume"] = (str(spec.resume), "")
-    return facts
-
-
-def _facts_of(run: Run) -> Facts:
-    """Return what all processes must have alike once data is read: the rows of each batch, the compiler options."""
-    facts = {f"data ({name})": (str(value), "") for name, value in flat(run.stream).items()}
-    for name, value in run.step.compiler_options.used.items():
-        facts[f"compiler option {name}"] = (str(value), "")
-    return facts
 
 
 @contextlib.contextmanager
@@ -189,7 +149,7 @@ class Trainer:
         self.activity = activity
         self.spent = TimeSpent(during=activity.during)
         with self.spent.measure("reading data"):
-            self.run = together(self._open, says=_facts_of)
+            self.run = together(self._open, says=run_facts)
         interrupt.check()
         self.metadata = run_metadata(self.run)
         self.checkpointer, owner = open_checkpoints(
@@ -399,9 +359,10 @@ class Trainer:
                 except StoppedWaiting:
                     finish_step()
                     self._stop()
-                except Exception as error:
+                except Exception:
                     finish_step()
-                    self._save_without_data(first, error)
+                    if self.step >= first:
+                        self._save_on_failure()  # of the last step that had a batch
                     raise
                 waited = time.perf_counter() - wait_began
                 if in_flight is None:
@@ -440,15 +401,6 @@ class Trainer:
             self._save_on_failure()
             raise
 
-    def _save_without_data(self, first: int, error: Exception) -> None:
-        """Save the state after the last step that had a batch, if this process trained any (from `first` on)."""
-        if self.step < first:
-            return
-        is_line = isinstance(error, DataError)
-        if self._save_on_failure(says=not is_line) and is_line:
-            where = f"step {self.step} is saved in {self.checkpointer.directory}"
-            raise DataError(f"{error}; {where}: run again with such data to resume") from error
-
     def _evaluate(self) -> None:
         """Evaluate the state on the run's held-out rows, unless that was done."""
         if not self.evaluation.is_due(self.step):
@@ -485,18 +437,15 @@ class Trainer:
         if began:
             self.record.update()
 
-    def _save_on_failure(self, *, says: bool = True) -> bool:
-        """Save the state where something failed, and report it; return False if that fails too."""
+    def _save_on_failure(self) -> None:
+        """Save the state where something failed, and report it, unless that fails too."""
         if jax.process_count() > 1:  # the others may be in no save
-            return False
+            return
         with contextlib.suppress(Exception):
             self._save()
             self.saves.wait(hurry=True)
-            if says:
-                where = self.checkpointer.directory
-                self.progress.message(f"step {self.step} is saved in {where}: run again to resume")
-            return True
-        return False
+            where = self.checkpointer.directory
+            self.progress.message(f"step {self.step} is saved in {where}: run again to resume")
 
     def _stop(self) -> NoReturn:
         """Save the state and raise the error that ends the run with exit code 75."""

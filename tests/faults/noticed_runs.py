@@ -96,7 +96,7 @@ def fit(run_dir: Path, passing: Passing, **changes: Any) -> jt.Result:
         checkpoint={"every": 2, "keep_last": 9},
         overrides={"train.prefetch": 1, "train.workers": 1},
     )
-    with mock.patch("jaxtrain.run.trainer.Progress", lambda process_index: progress):
+    with mock.patch("jaxtrain.run.trainer.Progress", return_value=progress):
         return jt.fit(model(passing), jt.classification(), optax.adam(1e-2), **(arguments | changes))
 
 
