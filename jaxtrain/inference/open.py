@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,11 +46,9 @@ from jaxtrain.models.model import Model, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
-from jaxtrain.run.reference import FILE, own_rows_with_reference
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.train.build import build_sharded_model, parallelism_of, with_output_scale
-from jaxtrain.train.reference import ENTRY, lacks_reference
 from jaxtrain.train.state import EvaluationState
 from jaxtrain.weights.load import accept_start
 from jaxtrain.weights.restore import restore_for_evaluation
@@ -316,15 +313,6 @@ class OpenedRun(OpenedModel):
             raise DataError("a run on a table is evaluated on jaxtrain.open_data({...}, reading=...), not on arrays")
         else:
             rows = rows_of(given)
-        example: Any = rows[0]
-        if lacks_reference(self.task, example):
-            fingerprint = json.loads(json.dumps(self.data.fingerprint)) if data is None else None
-            if self._has_other_data or fingerprint is None or fingerprint != self._trained_on.get("fingerprint"):
-                raise DataError(
-                    f"task {self.task.name!r} needs numbers that {FILE} has only for the run's own rows; give rows "
-                    f"with an entry '{ENTRY}' (jaxtrain.reference_rows)"
-                )
-            rows = own_rows_with_reference(rows, self.path)
         size = dividing_batch(self.config, self.sharded_model, self.task)
         limit = self.config.evaluation.max_batches if data is None else None
         return held_out_batches(self.config, rows, size=size, max_batches=limit)

@@ -33,7 +33,7 @@ def dpo(
 
     The loss of a pair is -log sigmoid(m) with the margin m = beta ((c - c0) - (r - r0)): c and r are the
     log-probabilities of the chosen and of the rejected answer, summed over their tokens in float32, and c0 and r0 those
-    by the model that training starts from (`reference`, [B, 2]), which a run computes once. It is ln 2 at first.
+    by the model that training starts from, of whose trained parameters the state keeps a copy. It is ln 2 at first.
     Source: Rafailov et al. 2023 (arXiv 2305.18290).
 
     A batch holds `inputs` int32 [B, 2, L] (or a dict of such entries, as a transformer takes), `targets` int32
@@ -58,14 +58,7 @@ def dpo(
     log_probabilities = functools.partial(answer_log_probabilities, by=None if logits == "auto" else logits, size=block)
 
     def loss(apply: ModelCall, batch: Batch, key: jax.Array) -> TaskSums:
-        reference_B2: Any = batch.get("reference")
-        if getattr(reference_B2, "shape", None) != (_num_pairs("dpo", batch), 2):
-            raise ConfigError(
-                f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [pairs, 2]; a run computes it "
-                "(jaxtrain.fit), and so does jaxtrain.reference_rows(step, state, rows) for a loop of your own"
-            )
-        log_B2 = log_probabilities(apply, batch)
-        rewards_B2 = beta * (log_B2 - jax.lax.stop_gradient(reference_B2.astype(jnp.float32)))
+        rewards_B2 = beta * (log_probabilities(apply, batch) - log_probabilities(apply.reference, batch))
         margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
         losses_B = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin_B)
         if label_smoothing:
@@ -73,8 +66,8 @@ def dpo(
         metrics = {"chosen_reward": rewards_B2[:, 0], "rejected_reward": rewards_B2[:, 1]}
         return _weighted(batch, losses_B, margin_B, metrics)
 
-    calling = CallingLoss(loss, log_probabilities, ids=("inputs", "targets"))
-    return Task("dpo", calling, {**_AXES, "reference": ("batch", None)}, reads_weights=True)
+    calling = CallingLoss(loss, reference=True, ids=("inputs", "targets"))
+    return Task("dpo", calling, _AXES, reads_weights=True)
 
 
 def reward() -> Task:
@@ -85,7 +78,7 @@ def reward() -> Task:
     sequence, `num_labels` 1 and `pooling` last. It gets the inputs as a dict: `tokens` [2 B, L] and `segments`, 1 up to
     the token that ends the answer and 0 after it, so that the last token is that one.
 
-    A batch is one of `dpo` without `reference`. The accuracy is the share of the pairs with s_c above s_r.
+    A batch is one of `dpo`. The accuracy is the share of the pairs with s_c above s_r.
 
     Example:
         >>> jt.reward()

@@ -17,16 +17,12 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model, count_parameters
 from jaxtrain.models.task import Task
 from jaxtrain.train.build import OwnStep, build_step, with_output_scale
-from jaxtrain.train.reference import awaiting_reference, lacks_reference
 from jaxtrain.train.step import TrainStep
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a config describes, ready to compile.
-
-    `awaits_reference`: whether the rows hold NaN as their entry `reference` until the run has computed it.
-    """
+    """What a config describes, ready to compile."""
 
     config: Config
     name: str
@@ -34,7 +30,6 @@ class Run:
     batches: Batches | BatchStream
     step: TrainStep
     num_parameters: int
-    awaits_reference: bool = False
 
     @property
     def stream(self) -> dict[str, Any]:
@@ -108,9 +103,5 @@ def assemble(
         model=model,
         own=replace(own or OwnStep(), task=task),
     )
-    awaits = lacks_reference(step.task, spec)
-    if awaits:
-        data = awaiting_reference(step, data, spec)
-        batches = training_batches(config, data)
     step.batch_shardings(spec)  # a batch that does not divide fails here, before anything is traced
-    return Run(config, name, data, batches, step, count_parameters(step.model), awaits)
+    return Run(config, name, data, batches, step, count_parameters(step.model))

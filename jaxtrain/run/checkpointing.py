@@ -21,8 +21,8 @@ from jaxtrain.runtime.files import write_bytes_atomic
 from jaxtrain.train.state import TrainState
 
 # Files of the run directory that are copied beside checkpoints elsewhere: the metrics, from which early stopping
-# resumes, and the numbers of a reference run.
-_KEPT_FILES = ("metrics.jsonl", "reference.npz")
+# resumes.
+_KEPT_FILES = ("metrics.jsonl",)
 
 
 def is_due(number: int, every: int | None) -> bool:

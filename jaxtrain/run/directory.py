@@ -23,7 +23,7 @@ from jaxtrain.runtime.terminal import print_remark
 LOCK_NAME = "lock"
 _INSTEAD = "use a local folder; only checkpoints can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
 _OF_A_RUN = (
-    *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt", "reference.npz"),
+    *("checkpoints", "metrics.jsonl", "tensorboard", RUN_FILE, "report.html", "sample.txt"),
     *("profile", "trackers", "tokenizer.json", "tokenizer_config.json"),
 )
 

@@ -263,6 +263,7 @@ def step_flops(run: Run) -> float | None:
         decoder_length=data.decoder_length,
         trained=None if is_trained is None else [path for path in shapes if is_trained(path)],
         adapters=adapters,
+        reference=run.step.task.reads_reference,
     )
     # A pair of answers [2, L] is two texts.
     texts = math.prod(data.input_shape[:-1]) if data.unit == "tokens" else 1

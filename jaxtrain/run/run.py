@@ -41,7 +41,6 @@ from jaxtrain.run.code import step_code
 from jaxtrain.run.directory import RunLock, folder_of
 from jaxtrain.run.loop import train
 from jaxtrain.run.record import RunRecord, StepLog, run_meter
-from jaxtrain.run.reference import first_reference, with_kept_reference
 from jaxtrain.run.resume import (
     check_code,
     check_resumed,
@@ -279,9 +278,6 @@ def prepare_session(
             )
             if run.config.checkpoint.directory is not None:
                 take_up_files(checkpointer.directory, run_dir)
-            if run.awaits_reference:
-                metadata["reference"] = checkpointer.metadata().get("reference")
-                run = with_kept_reference(run, run_dir, metadata["reference"])
         for line in _banner(run, run_dir, notes, units=f"{meter.units_per_step:,.0f} {run.data.unit}"):
             progress.message(line)
         with spent.measure("compiling"):
@@ -313,13 +309,9 @@ def prepare_session(
         interrupt.check()
         activity.begins_at(start)
         metadata["base"] = None if base is None else base.as_json()
-        if resumed is None:
+        if resumed is None and is_main_process():
             # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
-            if is_main_process():
-                begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
-            if run.awaits_reference:
-                with spent.measure("evaluation"):
-                    run, metadata["reference"] = first_reference(run, state, run_dir, progress)
+            begin_folder(checkpointer.directory, run.config.checkpoint, run_dir, progress.message)
         is_over = has_ended and _has_closed(run_dir)
         logged = _logged(run_dir, start) if has_ended else {}
         if not is_over:
