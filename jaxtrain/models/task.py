@@ -53,7 +53,7 @@ class ModelCall:
     """The model as a loss of `Task.calling` gets it: `outputs = apply(inputs, key=key)`.
 
     It computes as the step does: in the compute dtype, sharded, with remat. Gradients flow to `params`; they stop where
-    the loss says `jax.lax.stop_gradient`, and at the moving average.
+    the loss says `jax.lax.stop_gradient`, at the moving average, and at the model that training starts from.
 
     Attributes:
         apply_model: what computes: `ShardedModel.apply`.
