@@ -169,7 +169,8 @@ def _answers(tree: Any) -> Any:
 
 def _check_pairs(name: str, batch: Batch) -> None:
     """Raise a `ConfigError` where inputs and targets of a batch are not [B, 2, L]."""
-    shapes = [np.shape(batch.get("targets"))]
+    targets: Any = batch.get("targets")
+    shapes = [np.shape(targets)]
     shapes += [leaf.shape for leaf in jax.tree.leaves(batch.get("inputs"))]
     if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][1] != 2:
         entries = ", ".join(f"{entry} {shown(leaf)}" for entry, leaf in batch.items())

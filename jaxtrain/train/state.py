@@ -271,9 +271,10 @@ def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_
     optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout)
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     everywhere: TrainState = jax.tree.map(lambda _: replicated, shapes)
-    reference = everywhere.reference
-    if reference is not None:
-        reference = reference._replace(params=parameter_shardings(shapes.reference.params, layout))
+    reference = None
+    if shapes.reference is not None:
+        params, model_state = shapes.reference
+        reference = Reference(parameter_shardings(params, layout), jax.tree.map(lambda _: replicated, model_state))
     return replace(
         everywhere,
         params=jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params),
