@@ -77,7 +77,6 @@ from .runtime.distributed import start as start
 from .train.build import build_step as build_step
 from .train.parallelism import Parallelism as Parallelism
 from .train.parallelism import shard_model as shard_model
-from .train.reference import reference_rows as reference_rows
 from .train.spikes import SpikeRule as SpikeRule
 from .train.state import EvaluationState as EvaluationState
 from .train.state import TrainState as TrainState

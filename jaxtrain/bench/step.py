@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.schema import Config
 from jaxtrain.data import prefetch
-from jaxtrain.data.configured import open_run_data
+from jaxtrain.data.configured import open_run_data, training_batches
 from jaxtrain.metrics.throughput import Meter, StepClock, device_memory_bytes
-from jaxtrain.plan.compile import batch_shapes, stand_in_batches
+from jaxtrain.plan.compile import batch_shapes
 from jaxtrain.plan.workload import Workload
 from jaxtrain.train.batch import BatchSource
 from jaxtrain.train.build import build_step
@@ -64,7 +64,7 @@ def workload_step(config: Config, workload: Workload) -> tuple[TrainStep, BatchS
         num_outputs=workload.num_outputs,
     )
     if isinstance(config.data, CalledData):
-        return step, stand_in_batches(config, open_run_data(config), step)
+        return step, training_batches(config, open_run_data(config))
     return step, RandomBatches(workload)
 
 

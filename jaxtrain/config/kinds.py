@@ -38,6 +38,8 @@ _HEADS = {
 }
 # Tasks that compare two answers.
 PREFERENCES = ("dpo", "reward")
+# Those whose loss also calls the model that training starts from.
+READS_REFERENCE = ("dpo",)
 _TOKEN_LOSS = ("language_modeling", "masked_language_modeling", "sequence_to_sequence")
 # Key of the group `loss` -> the tasks that read it, the usual one first.
 _LOSS = {

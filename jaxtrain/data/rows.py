@@ -352,17 +352,6 @@ def evaluated_rows(rows: grain.MapDataset, most: int | None) -> grain.MapDataset
     return selected_rows(rows, evaluated_numbers(len(rows), most))
 
 
-def with_entry(rows: grain.MapDataset, name: str, values: np.ndarray) -> grain.MapDataset:
-    """Adds an entry with a value per row, [num_rows, ...], whatever the epoch; the training order stays."""
-
-    def add(indices: Any, row: Any) -> Any:
-        return {**row, name: values[indices % len(values)]}
-
-    if isinstance(rows, Rows):
-        return MappedRows(rows, lambda found, indices: add(indices, found))
-    return rows.map_with_index(add)
-
-
 def mean_tokens(rows: Any) -> float | None:
     """Returns the mean number of tokens of a row, without what fills rows up; None: it is not known."""
     count = rows.num_tokens(np.arange(len(rows))) if isinstance(rows, Rows) and len(rows) else None

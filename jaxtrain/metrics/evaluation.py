@@ -16,7 +16,7 @@ from jaxtrain.data.rows import evaluated_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, ModelCall, Sums, Task, calling_sums, sum_ratios, task_sums
+from jaxtrain.models.task import Batch, ModelCall, Reference, Sums, Task, calling_sums, sum_ratios, task_sums
 from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.runtime.distributed import compiled_by_all
@@ -74,12 +74,18 @@ class Evaluator:
             self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
             self.feed = BatchFeed(step, task, microbatches(self._pipeline, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
-        self._jitted = jax.jit(self._sums, static_argnums=4, compiler_options={**options.used} or None)
+        self._jitted = jax.jit(self._sums, static_argnums=5, compiler_options={**options.used} or None)
         self._compiled: set[int | None] = set()
         self._count = jax.jit(_rows_before_padding)
 
     def _sums(
-        self, params: Params, model_state: ModelState, batch: Batch, moment: tuple[Any, Any], num_rows: int | None
+        self,
+        params: Params,
+        model_state: ModelState,
+        reference: Reference | None,
+        batch: Batch,
+        moment: tuple[Any, Any],
+        num_rows: int | None,
     ) -> Sums:
         sharded_model, task = self._sharded_model, self._task
         with sharded_model.context():
@@ -88,7 +94,9 @@ class Evaluator:
                 loss_key, call_key = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
                 average = (params, model_state)
                 applied = sharded_model.apply_deferred
-                call = ModelCall(sharded_model.apply, params, model_state, False, step, call_key, average, applied)
+                call = ModelCall(
+                    sharded_model.apply, params, model_state, False, step, call_key, average, applied, reference
+                )
                 batch = _first_rows(batch, batch, num_rows)
                 (loss_sum, weight, metrics), _ = calling_sums(task, call, batch, loss_key)
             elif self._pipeline is not None and num_rows is None:
@@ -109,7 +117,8 @@ class Evaluator:
         """Evaluate.
 
         Args:
-            state: its `evaluation_params` and `evaluation_model_state` are used.
+            state: its `evaluation_params` and `evaluation_model_state` are used, and its `reference` by a task that
+                compares with it.
             batches: of one shape, on the mesh or host arrays; rows at the end of a batch whose `weights` are 0 pad it
                 and count for no task.
 
@@ -121,7 +130,8 @@ class Evaluator:
             ConfigError: a state that was donated to a step.
         """
         params, model_state = state.evaluation_params, state.evaluation_model_state
-        check_not_donated({"params": params, "model_state": model_state})
+        reference = state.reference
+        check_not_donated({"params": params, "model_state": model_state, "reference": reference})
         totals: dict[str, tuple[Any, Any]] = {}
         step = state.step
         for number, batch in enumerate(batches):
@@ -131,7 +141,7 @@ class Evaluator:
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue
-            arguments = (params, model_state, dict(batch), (step, number), num_rows)
+            arguments = (params, model_state, reference, dict(batch), (step, number), num_rows)
             if num_rows not in self._compiled:
                 # jax keeps what is compiled here for the call below.
                 mesh = self._sharded_model.mesh

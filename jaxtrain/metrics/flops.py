@@ -81,6 +81,7 @@ def model_flops_per_row(
     decoder_length: int | None = None,
     trained: Collection[str] | None = None,
     adapters: Mapping[str, float] | None = None,
+    reference: bool = False,
 ) -> float | None:
     """FLOPs of one forward and backward pass of one row; None for a size or a model that is not known.
 
@@ -112,6 +113,7 @@ def model_flops_per_row(
         decoder_length: tokens of a row of an encoder-decoder's output; None: as many as the input has.
         trained: paths of the parameters that are trained; None: all are.
         adapters: path of each kernel that has an adapter -> elements of its two factors, as a multiple of the kernel's.
+        reference: whether the loss also runs the model that training starts from: one more forward pass.
     """
     products: list[Product]
     match model_config:
@@ -150,9 +152,10 @@ def model_flops_per_row(
         case CalledModel():
             return None
     lowest = lowest_trained_block(model_config, trained)
-    passes = sum(one.multiply_adds * (1 + backward_passes(one, trained, lowest)) for one in products)
+    forwards = 1 + reference
+    passes = sum(one.multiply_adds * (forwards + backward_passes(one, trained, lowest)) for one in products)
     beside = sum(one.multiply_adds * (adapters or {}).get(one.path or "", 0) for one in products)
-    return float(_FLOPS_PER_MULTIPLY_ADD * (passes + 3 * beside))
+    return float(_FLOPS_PER_MULTIPLY_ADD * (passes + (forwards + 2) * beside))
 
 
 def lowest_trained_block(config: ModelConfig, trained: Collection[str] | None) -> int:

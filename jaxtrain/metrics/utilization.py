@@ -14,7 +14,7 @@ from jaxtrain.optim.optimizers import trainable_predicate
 from jaxtrain.runtime.devices import peak_flops
 
 
-def step_meter(config: Config, model: Model | None, data: Data, *, num_devices: int) -> Meter:
+def step_meter(config: Config, model: Model | None, data: Data, *, num_devices: int, reference: bool = False) -> Meter:
     """Return the meter of a step.
 
     Args:
@@ -22,21 +22,25 @@ def step_meter(config: Config, model: Model | None, data: Data, *, num_devices: 
         model: the model that the config describes; None: another one, whose FLOPs are not known.
         data: whose rows are counted.
         num_devices: over which the step is spread.
+        reference: whether the loss also runs the model that training started from.
     """
     unit = "examples"
     units_per_row = data.units_per_row
     if data.unit == "tokens":
         unit = "tokens"
         units_per_row = mean_tokens(data.train) or units_per_row
-    flops = None if model is None else step_flops(config, model, data)
+    flops = None if model is None else step_flops(config, model, data, reference=reference)
     peak = peak_flops(jax.devices()[0].device_kind, config.precision.policy)
     if peak is not None:
         peak *= num_devices
     return Meter(unit, units_per_row * config.train.global_batch_size, flops_per_step=flops, peak_flops=peak)
 
 
-def step_flops(config: Config, model: Model, data: Data) -> float | None:
-    """Return the model FLOPs of a step of a config on its data; None if a size that it needs is not known."""
+def step_flops(config: Config, model: Model, data: Data, *, reference: bool = False) -> float | None:
+    """Return the model FLOPs of a step of a config on its data; None if a size that it needs is not known.
+
+    `reference` is whether the loss also runs the model that training started from.
+    """
     shapes = parameter_shapes(model)
     adapted = model.adapted
     adapters = {}
@@ -65,5 +69,6 @@ def step_flops(config: Config, model: Model, data: Data) -> float | None:
         decoder_length=data.decoder_length,
         trained=trained,
         adapters=adapters,
+        reference=reference,
     )
     return None if flops is None else flops * texts_per_row * config.train.global_batch_size

@@ -4,7 +4,6 @@ Shapes: B pairs, L sequence, V vocabulary. Dim 1 of each entry of a batch counts
 a row of the model is one answer with its prompt, so that the model gets 2 B rows.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,11 +14,12 @@ import numpy as np
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.schema import LossConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.task import Batch, CallingLoss, ModelCall, Task, TaskSums, checked_ids, target_weights
+from jaxtrain.models.task import Batch, CallingLoss, ModelCall, Task, checked_ids, target_weights
 from jaxtrain.ops.loss.blocks import Logits
 from jaxtrain.ops.loss.cross_entropy import cross_entropy
 
 _AXES = {key: ("batch", None, "sequence") for key in ("inputs", "targets", "weights")}
+_IDS = ("inputs", "targets")
 
 
 def dpo(
@@ -33,7 +33,7 @@ def dpo(
 
     The loss of a pair is -log sigmoid(m) with the margin m = beta ((c - c0) - (r - r0)): c and r are the
     log-probabilities of the chosen and of the rejected answer, summed over their tokens in float32, and c0 and r0 those
-    by the model that training starts from (`reference`, [B, 2]), which a run computes once. It is ln 2 at first.
+    by the model that training starts from, of whose trained parameters the state keeps a copy. It is ln 2 at first.
     Source: Rafailov et al. 2023 (arXiv 2305.18290).
 
     A batch holds `inputs` int32 [B, 2, L] (or a dict of such entries, as a transformer takes), `targets` int32
@@ -55,26 +55,25 @@ def dpo(
         ('batch', None, 'sequence')
     """
     LossConfig(beta=beta, label_smoothing=label_smoothing, logits=logits, block=block)
-    log_probabilities = functools.partial(answer_log_probabilities, by=None if logits == "auto" else logits, size=block)
+    by = None if logits == "auto" else logits
 
-    def loss(apply: ModelCall, batch: Batch, key: jax.Array) -> TaskSums:
-        reference_B2: Any = batch.get("reference")
-        if getattr(reference_B2, "shape", None) != (_num_pairs("dpo", batch), 2):
-            raise ConfigError(
-                f"dpo: reference of the batch is {shown(reference_B2)}, not float32 [pairs, 2]; a run computes it "
-                "(jaxtrain.fit), and so does jaxtrain.reference_rows(step, state, rows) for a loop of your own"
-            )
-        log_B2 = log_probabilities(apply, batch)
-        rewards_B2 = beta * (log_B2 - jax.lax.stop_gradient(reference_B2.astype(jnp.float32)))
+    def loss(apply: ModelCall, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logs_B2 = answer_log_probabilities(apply, batch, by=by, size=block)
+        reference_B2 = answer_log_probabilities(apply.reference, batch, by=by, size=block)
+        rewards_B2 = beta * (logs_B2 - reference_B2)
         margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
         losses_B = -(1 - label_smoothing) * jax.nn.log_sigmoid(margin_B)
         if label_smoothing:
             losses_B = losses_B - label_smoothing * jax.nn.log_sigmoid(-margin_B)
-        metrics = {"chosen_reward": rewards_B2[:, 0], "rejected_reward": rewards_B2[:, 1]}
-        return _weighted(batch, losses_B, margin_B, metrics)
+        return losses_B, {
+            "accuracy": margin_B > 0,
+            "margin": margin_B,
+            "chosen_reward": rewards_B2[:, 0],
+            "rejected_reward": rewards_B2[:, 1],
+        }
 
-    calling = CallingLoss(loss, log_probabilities, ids=("inputs", "targets"))
-    return Task("dpo", calling, {**_AXES, "reference": ("batch", None)}, reads_weights=True)
+    calling = CallingLoss(loss, reference=True, ids=_IDS)
+    return Task("dpo", calling, _AXES, reads_weights=True)
 
 
 def reward() -> Task:
@@ -85,34 +84,42 @@ def reward() -> Task:
     sequence, `num_labels` 1 and `pooling` last. It gets the inputs as a dict: `tokens` [2 B, L] and `segments`, 1 up to
     the token that ends the answer and 0 after it, so that the last token is that one.
 
-    A batch is one of `dpo` without `reference`. The accuracy is the share of the pairs with s_c above s_r.
+    A batch is one of `dpo`. The accuracy is the share of the pairs with s_c above s_r.
 
     Example:
         >>> jt.reward()
         Task 'reward'
     """
-    calling = CallingLoss(_reward_loss, ids=("inputs", "targets"))
-    return Task("reward", calling, _AXES, reads_weights=True)
+    return Task("reward", CallingLoss(_reward_loss, ids=_IDS), _AXES, reads_weights=True)
 
 
-def _reward_loss(apply: ModelCall, batch: Batch, key: jax.Array) -> TaskSums:
-    pairs = _num_pairs("reward", batch)
-    inputs = batch["inputs"] if isinstance(batch["inputs"], Mapping) else {"tokens": batch["inputs"]}
-    length = batch["targets"].shape[-1]
-    is_answer = target_weights(batch) != 0
+def _reward_loss(apply: ModelCall, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    _check_pairs("reward", batch)
+    inputs = batch["inputs"]
+    if not isinstance(inputs, Mapping):
+        inputs = {"tokens": inputs}
+    num_pairs, _, length = batch["targets"].shape
+    places_L = jnp.arange(length)
+    is_answer_B2L = target_weights(batch) != 0
+    last_target_B2 = jnp.max(jnp.where(is_answer_B2L, places_L, 0), axis=-1)
     # The target of the last answer token is the input one place on, unless the row ends there.
-    last_B2 = jnp.minimum(jnp.max(jnp.where(is_answer, jnp.arange(length), 0), axis=-1) + 1, length - 1)
-    segments = (jnp.arange(length) <= last_B2[..., None]).astype(jnp.int32)
-    scores = apply(_answers({**inputs, "segments": segments}))
-    if getattr(scores, "shape", None) not in ((2 * pairs,), (2 * pairs, 1)):
+    last_input_B2 = jnp.minimum(last_target_B2 + 1, length - 1)
+    segments_B2L = (places_L <= last_input_B2[..., None]).astype(jnp.int32)
+    scores = apply(_answers({**inputs, "segments": segments_B2L}))
+    num_texts = 2 * num_pairs
+    if getattr(scores, "shape", None) not in ((num_texts,), (num_texts, 1)):
         raise ConfigError(
-            f"reward needs one number per text from the model, which gives {shown(scores)} for {2 * pairs} texts; give "
+            f"reward needs one number per text from the model, which gives {shown(scores)} for {num_texts} texts; give "
             "it a head with one output (model.head.kind=regression model.head.num_labels=1 model.head.pooling=last)"
         )
-    scores_B2 = scores.astype(jnp.float32).reshape(pairs, 2)
+    scores_B2 = scores.astype(jnp.float32).reshape(num_pairs, 2)
     margin_B = scores_B2[:, 0] - scores_B2[:, 1]
-    metrics = {"chosen_score": scores_B2[:, 0], "rejected_score": scores_B2[:, 1]}
-    return _weighted(batch, -jax.nn.log_sigmoid(margin_B), margin_B, metrics)
+    return -jax.nn.log_sigmoid(margin_B), {
+        "accuracy": margin_B > 0,
+        "margin": margin_B,
+        "chosen_score": scores_B2[:, 0],
+        "rejected_score": scores_B2[:, 1],
+    }
 
 
 def answer_log_probabilities(
@@ -140,44 +147,34 @@ def answer_log_probabilities(
         >>> jt.Task.calling("simpo", loss)
         Task 'simpo'
     """
-    pairs = _num_pairs("answer_log_probabilities", batch)
+    _check_pairs("answer_log_probabilities", batch)
     outputs = apply.deferred(_answers(batch["inputs"]))
-    logits: Any = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    logits: Any = outputs
+    if isinstance(outputs, Mapping):
+        logits = outputs.get("logits")
     answers = {"targets": _answers(batch["targets"]), "weights": _answers(target_weights(batch))}
     targets, weights = checked_ids("answer_log_probabilities", logits, answers)
-    # NaN stays NaN: it marks an id that the model does not have.
-    counts = jnp.where(jnp.isnan(weights), jnp.nan, (weights != 0).astype(jnp.float32))
     losses = cross_entropy(logits, targets, by=by, size=size)
-    # Selected and not multiplied: 0 times an infinite loss is no number.
-    return -jnp.sum(jnp.where(counts == 0, 0.0, losses * counts), axis=-1).reshape(pairs, 2)
+    # Selected and not multiplied: 0 times an infinite loss is NaN. A weight of NaN marks an id that the model does not
+    # have.
+    losses = jnp.where(jnp.isnan(weights), jnp.nan, losses)
+    losses = jnp.where(weights == 0, 0.0, losses)
+    return -jnp.sum(losses, axis=-1).reshape(-1, 2)
 
 
 def _answers(tree: Any) -> Any:
-    """Entries [B, 2, ...] as [2 B, ...]: the two answers of a pair one behind the other, on the device of the pair."""
+    """Reshape entries [B, 2, ...] to [2 B, ...]: the two answers of a pair one behind the other, on one device."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
 
 
-def _num_pairs(name: str, batch: Batch) -> int:
-    """The number of pairs of a batch."""
-    entries = {"targets": batch.get("targets"), "inputs": batch.get("inputs")}
-    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(entries, is_leaf=lambda leaf: leaf is None)}
-    shape = shapes.pop()
-    if shapes or len(shape) != 3 or shape[1] != 2:
-        held = ", ".join(f"{entry} {shown(leaf)}" for entry, leaf in batch.items())
+def _check_pairs(name: str, batch: Batch) -> None:
+    """Raise a `ConfigError` where inputs and targets of a batch are not [B, 2, L]."""
+    targets: Any = batch.get("targets")
+    shapes = [np.shape(targets)]
+    shapes += [leaf.shape for leaf in jax.tree.leaves(batch.get("inputs"))]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][1] != 2:
+        entries = ", ".join(f"{entry} {shown(leaf)}" for entry, leaf in batch.items())
         raise ConfigError(
             f"{name} takes pairs of answers, inputs and targets int32 [pairs, 2, L] and weights of 1 on the tokens of "
-            f"the answers, the chosen one first, but the batch has {held or 'nothing'}; set data.kind=chat for pairs"
+            f"the answers, the chosen one first, but the batch has {entries or 'nothing'}; set data.kind=chat for pairs"
         )
-    return shape[0]
-
-
-def _weighted(batch: Batch, losses_B: jax.Array, margin_B: jax.Array, metrics: Mapping[str, jax.Array]) -> TaskSums:
-    """The sums of the losses and metrics of pairs, each weighed by the largest weight of its tokens."""
-    weights_B = jnp.max(target_weights(batch), axis=(1, 2))
-    weight = jnp.sum(weights_B)
-
-    def total(values_B: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(weights_B != 0, values_B.astype(jnp.float32) * weights_B, 0.0))
-
-    found = {"accuracy": margin_B > 0, "margin": margin_B, **metrics}
-    return total(losses_B), weight, {name: (total(values), weight) for name, values in found.items()}

@@ -6,8 +6,8 @@ every mesh give the same number. `tasks.py` has the shipped ones.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import check_axes
 from jaxtrain.models.model import Apply, ModelState, Params
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, id_weights
+from jaxtrain.runtime.tree import merge_leaves
 
 Batch = Mapping[str, Any]
 # name -> (sum, weight), or (total, None) for what is not divided. A sum [C] with weights [2, C] is a mean over
@@ -35,12 +36,24 @@ RENAME = "write fit(columns={'inputs': 'image', 'targets': 'label'}), or rename 
 _RESERVED = ("loss", "grad_norm", "weight", "learning_rate")
 
 
+class Reference(NamedTuple):
+    """The model that training starts from, which a loss of `Task.calling(..., reference=True)` compares with.
+
+    Attributes:
+        params: trained parameters in the compute dtype, None in place of frozen ones, which are the same throughout.
+        model_state: what the model changes without a gradient (batch statistics).
+    """
+
+    params: Params
+    model_state: ModelState
+
+
 @dataclass(frozen=True, eq=False)
 class ModelCall:
     """The model as a loss of `Task.calling` gets it: `outputs = apply(inputs, key=key)`.
 
     It computes as the step does: in the compute dtype, sharded, with remat. Gradients flow to `params`; they stop where
-    the loss says `jax.lax.stop_gradient`, and at the moving average.
+    the loss says `jax.lax.stop_gradient`, at the moving average, and at the model that training starts from.
 
     Attributes:
         apply_model: what computes: `ShardedModel.apply`.
@@ -67,6 +80,7 @@ class ModelCall:
     key: jax.Array
     _average: tuple[Params, ModelState] | None = None
     apply_deferred: Apply | None = None
+    _reference: Reference | None = None
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -78,6 +92,17 @@ class ModelCall:
                 "make_train_step, or set optimizer.ema_decay"
             )
         return jax.lax.stop_gradient(self._average[0])
+
+    @property
+    def reference(self) -> "ModelCall":
+        """The model that training starts from, to be called likewise: without dropout, and no gradient flows to it."""
+        if self._reference is None:
+            raise ConfigError(
+                "the loss compares with the model that training starts from, which the state does not hold; make its "
+                "task with Task.calling(..., reference=True), and evaluate the state of a step, or a run"
+            )
+        params = jax.lax.stop_gradient(merge_leaves(self._reference.params, self.params))
+        return replace(self, params=params, model_state=self._reference.model_state, train=False)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
         """The outputs of the model; arguments as for `with_state`."""
@@ -147,7 +172,7 @@ class CallingLoss:
 
     # (apply, batch, key) -> what `Task.loss` returns; `apply` is a `ModelCall`.
     function: Callable[[ModelCall, Batch, jax.Array], Any]
-    reference: Callable[[ModelCall, Batch], jax.Array] | None = None  # see `Task.calling`
+    reference: bool = False  # see `Task.calling`
     # entries of a batch that hold ids of the model's vocabulary; larger ones are refused when a batch is read.
     ids: tuple[str, ...] = ()
 
@@ -200,7 +225,7 @@ class Task:
         batch_axes: Mapping[str, tuple[str | None, ...]] | None = None,
         reads_weights: bool = False,
         rows: Rows = "separate",
-        reference: Callable[[ModelCall, Batch], jax.Array] | None = None,
+        reference: bool = False,
     ) -> "Task":
         """A task whose loss calls the model itself, as often as it likes, also with other parameters.
 
@@ -212,9 +237,8 @@ class Task:
                 `batch` is any dict of arrays; it needs no entry `inputs`. `key` is of the step and the microbatch; in
                 evaluation, of the batch's number. Its numbers are drawn for all rows at once, the same on every mesh.
             batch_axes, reads_weights, rows: as in `Task`.
-            reference: (apply, batch) -> float32 [B, ...], numbers of each row by the parameters that training starts
-                from, such as log-probabilities. A run computes them once, keeps them in its directory, and gives them
-                to the loss as the entry `reference`. None: there are none.
+            reference: whether the loss compares with the model that training starts from, which it then calls as
+                `apply.reference(inputs)`. The state keeps a copy of the trained parameters for it.
 
         Returns:
             The task. It is refused on a mesh with `pipe` > 1, whose stages run a model once.
@@ -236,9 +260,9 @@ class Task:
         return isinstance(self.loss, CallingLoss)
 
     @property
-    def reference(self) -> Callable[[ModelCall, Batch], jax.Array] | None:
-        """What computes the entry `reference` of each row before training; None: the loss needs none."""
-        return self.loss.reference if isinstance(self.loss, CallingLoss) else None
+    def reads_reference(self) -> bool:
+        """Whether the loss calls the model that training starts from."""
+        return isinstance(self.loss, CallingLoss) and self.loss.reference
 
     @property
     def evaluation(self) -> Any:

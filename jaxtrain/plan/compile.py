@@ -25,8 +25,6 @@ from jaxtrain.runtime import distributed
 from jaxtrain.runtime.call import user_place
 
 if TYPE_CHECKING:
-    from jaxtrain.data import Batches, Data
-    from jaxtrain.data.stream import BatchStream
     from jaxtrain.train.step import TrainStep
 
 # libtpu, once it laid the program out: "Ran out of memory in memory space hbm. Used 50.24G of 15.75G hbm.", or before:
@@ -105,6 +103,7 @@ def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[s
         "optimizer state": ("optimizer_state",),
         "moving average": ("ema", "ema_model_state"),
         "model state": ("model_state",),
+        "reference model": ("reference",),
     }
     parts, host_parts = dict[str, int](), dict[str, int]()
     for name, fields in names.items():
@@ -122,25 +121,14 @@ def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[s
 
 def planned_step(config: Config, workload: Workload, devices: list[Any] | None) -> "tuple[TrainStep, dict[str, Any]]":
     """The step of a config for devices (None: all of this process), and the shapes of its batch."""
-    from jaxtrain.data.configured import open_run_data
+    from jaxtrain.data.configured import open_run_data, training_batches
     from jaxtrain.train.build import build_step
 
     sizes = {name: getattr(workload, name) for name in ("input_shape", "vocab_size", "num_outputs")}
     step = build_step(config, **sizes, devices=devices)
     if isinstance(config.data, CalledData):
-        return step, dict(stand_in_batches(config, open_run_data(config), step).spec())
+        return step, dict(training_batches(config, open_run_data(config)).spec())
     return step, batch_shapes(workload)
-
-
-def stand_in_batches(config: Config, data: "Data", step: "TrainStep") -> "Batches | BatchStream":
-    """The training batches of a step that is planned or measured: what a run computes of its rows first is 0."""
-    from jaxtrain.data.configured import training_batches
-    from jaxtrain.train.reference import awaiting_reference, lacks_reference
-
-    batches = training_batches(config, data)
-    if not lacks_reference(step.task, batches.spec()):
-        return batches
-    return training_batches(config, awaiting_reference(step, data, batches.spec(), value=0.0))
 
 
 def sharded_bytes(tree: Any) -> int:
@@ -165,8 +153,7 @@ def batch_shapes(workload: Workload) -> dict[str, Any]:
     (length,) = workload.input_shape
     if workload.pairs:
         entries = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
-        pairs = {name: ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()}
-        return pairs | {"reference": ShapeDtypeStruct((rows // 2, 2), np.float32)}
+        return {name: ShapeDtypeStruct((rows // 2, 2, length), dtype) for name, dtype in entries.items()}
     if workload.decoder_length is not None:
         written = ShapeDtypeStruct((rows, workload.decoder_length), np.int32)
         inputs = {"tokens": tokens, "decoder_tokens": written}

@@ -32,8 +32,8 @@ class Memory:
     """Bytes of one device by part, at the moment of the step when most is allocated.
 
     Attributes:
-        parts: name -> bytes, in the order to show: parameters, optimizer state, moving average, model state, gradients,
-            parameters in compute dtype, activations, working set, logits, communication, batch.
+        parts: name -> bytes, in the order to show: parameters, optimizer state, moving average, model state, reference
+            model, gradients, parameters in compute dtype, activations, working set, logits, communication, batch.
         state_bytes: of the parts, what lives between steps.
         capacity_bytes: of the device; None: not known.
         reserved_bytes: of the capacity, what the runtime, the compiler's fragmentation and libraries take.
@@ -87,6 +87,7 @@ def step_memory(step: DeviceStep, state: StateBytes, target: Target) -> Memory:
         "optimizer state being updated": max(0, round(on_its_way - work.kept - max(work.block, work.head))),
         "moving average": state.average,
         "model state": state.model_state,
+        "reference model": state.reference,
         "gradients": round(gradients),
         "parameters in compute dtype": round(cast),
         "gathered parameters": round(gathered),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.fits import fresh_parts
+from jaxtrain.config.kinds import READS_REFERENCE
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import (
     AdafactorDirection,
@@ -207,18 +208,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one device, by part; of the parameters, `frozen` are never written."""
+    """Of one device, by part; of the parameters, `frozen` are never written, and nor is the `reference`."""
 
     params: int
     optimizer: int
     average: int
     model_state: int
     frozen: int = 0
+    reference: int = 0
 
     @property
     def total(self) -> int:
         """The train state."""
-        return self.params + self.optimizer + self.average + self.model_state
+        return self.params + self.optimizer + self.average + self.model_state + self.reference
 
 
 def shard_parameters(config: Config, stored: Finetuned, degrees: Mapping[str, int]) -> list[Parameter]:
@@ -258,7 +260,8 @@ def state_bytes(
         ConfigError: a pattern of the optimizer matches no parameter.
     """
     _check_matches(config, placed)
-    params = frozen = optimizer = average = 0
+    params = frozen = optimizer = average = reference = 0
+    compute_bytes = POLICY_DTYPES[config.precision.policy].compute_bytes
     for one in placed:
         if not one.trained:
             frozen += one.itemsize * local_size(one.shape, one.entries, degrees)
@@ -267,9 +270,11 @@ def state_bytes(
         params += one.itemsize * size
         optimizer += _optimizer_bytes(config, stored, one, size, degrees)
         average += _FP32 * size
+        reference += compute_bytes * size
     model_state = _FP32 * sum(map(math.prod, stored.tensors.model_state.values()))
     average = 0 if config.optimizer.ema_decay is None else average + model_state
-    return StateBytes(params + frozen, optimizer, average, model_state, frozen)
+    reference = reference + model_state if config.task in READS_REFERENCE else 0
+    return StateBytes(params + frozen, optimizer, average, model_state, frozen, reference)
 
 
 def _check_matches(config: Config, placed: Sequence[Parameter]) -> None:

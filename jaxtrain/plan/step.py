@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxtrain.config.kinds import PREFERENCES, task_name
+from jaxtrain.config.kinds import PREFERENCES, READS_REFERENCE, task_name
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, ViTConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.layout.rules import (
@@ -78,6 +78,19 @@ class DeviceStep:
     def lowest(self) -> int:
         """Number of the first block that is trained (`metrics/flops.py`); those below it run forward alone."""
         return lowest_trained_block(self.config.model, self.stored.trained)
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss also calls the model that training starts from."""
+        return self.config.task in READS_REFERENCE
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a microbatch, without those of remat.
+
+        A stage of a pipeline keeps its inputs only, and runs forward once more before its backward.
+        """
+        return 1 + (self.schedule is not None) + self.reads_reference
 
     @cached_property
     def bubble(self) -> float:

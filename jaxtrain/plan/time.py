@@ -61,8 +61,6 @@ def crossing(degrees: Mapping[str, int], target: Target) -> dict[str, int]:
 def traffic(step: DeviceStep) -> list[Sent]:
     """What one device sends in one step, by axis."""
     config, degrees, size, schedule = step.config, step.degrees, step.itemsize, step.schedule
-    # A stage of a pipeline keeps its inputs only, and runs forward once more before its backward.
-    forwards = 1 if schedule is None else 2
     sent: list[Sent] = []
 
     def share(axis: str) -> float:
@@ -87,9 +85,9 @@ def traffic(step: DeviceStep) -> list[Sent]:
         whole = sum(min(size, one.itemsize) * without(one, "fsdp") for one in step.placed)
         scattered = size * sum(without(one, "fsdp") for one in step.trained)
         # Gathered for every forward pass and for the backward, whose gradients are scattered.
-        passes = forwards + 1 + (config.remat.policy == "sqrt")
+        passes = step.forwards + 1 + (config.remat.policy == "sqrt")
         volume = step.microbatches * (passes * whole + scattered) * share("fsdp")
-        sent.append(Sent("fsdp", volume, f"parameters {'twice' if forwards == 1 else '3 times'}, gradients"))
+        sent.append(Sent("fsdp", volume, f"parameters {'twice' if step.forwards == 1 else '3 times'}, gradients"))
 
     def summed(axis: str) -> float:
         """Sums over an axis of the gradients of parameters that are not sharded over it, once per microbatch."""
@@ -112,12 +110,11 @@ def traffic(step: DeviceStep) -> list[Sent]:
 def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float]) -> list[Sent]:
     """What one device sends for a stack of transformer blocks; `summed` as in `traffic`."""
     config, degrees, size, schedule = step.config, step.degrees, step.itemsize, step.schedule
-    forwards = 1 if schedule is None else 2
     sent: list[Sent] = []
     model, label, tokens = stack.blocks, stack.label, step.tokens(stack)
     stream = size * tokens * model.embed_dim
     layers = step.layers(stack) * step.microbatches
-    again = forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
+    again = step.forwards + {"full": 1, "sqrt": 2}.get(config.remat.policy, 0)
     if degrees["tensor"] > 1:
         # After attention and after the MLP an all-reduce, forward and backward, and again where recomputed; one more
         # after cross-attention.
@@ -134,7 +131,7 @@ def _stack_traffic(step: DeviceStep, stack: Stack, summed: Callable[[str], float
         volume += 0.0 if label and not label.startswith("encoder") else summed("context")
         sent.append(Sent("context", volume, "keys, values, gradients of all parameters"))
     if degrees["expert"] > 1 and model.experts is not None:
-        volume = layers * _exchanged_bytes(config, model, tokens, size, degrees, forwards)
+        volume = layers * _exchanged_bytes(config, model, tokens, size, degrees, step.forwards)
         kind = "tokens to experts and back, gradients of other parameters"
         sent.append(Sent("expert", volume + summed("expert"), kind))
     if schedule is not None and not stack.is_leading:
@@ -333,10 +330,11 @@ def step_time(
     if peak is None or not target.hardware.memory_bandwidth:
         return None
     blocks = step_blocks(step)
-    # The update reads state and gradients and writes state, without what is frozen.
+    # The update reads state and gradients and writes state, without what is frozen or a reference.
     # It has no backward pass, which a block counts twice.
     update = update_flops(step.config, step.stored, step.placed, step.degrees)
-    blocks.append(BlockWork("optimizer", 1, update / 3, (2 * state.total + 2 * state.params - 4 * state.frozen) / 3))
+    moved = 2 * (state.total - state.reference) + 2 * state.params - 4 * state.frozen
+    blocks.append(BlockWork("optimizer", 1, update / 3, moved / 3))
     sent = traffic(step)
     times = {"activations": step.microbatches * (1 if step.schedule is None else step.schedule.num_chunks)}
     for name, size in (on_host or {}).items():

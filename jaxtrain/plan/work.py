@@ -56,7 +56,7 @@ class BlockWork:
         count: how often a device runs it in one step.
         flops: of one forward pass.
         bytes: of one forward pass.
-        recomputed: share of the forward pass that the backward pass repeats.
+        recomputed: share of the forward pass that the backward pass repeats; 1 more where the loss runs a reference.
         backward: passes of the same size that the backward pass has: two where all parameters are trained.
         stage: whether it belongs to the layers that a pipeline deals out.
         linear: whether its FLOPs are those of linear layers, which a policy may run in a format of their own.
@@ -114,7 +114,8 @@ def step_blocks(step: DeviceStep) -> list[BlockWork]:
     backward = _backward_passes(step)
     changed = (replace(block, backward=backward.get(block.name, block.backward)) for block in blocks)
     # Where no gradient goes, nothing is computed again for it.
-    return [block if block.backward else replace(block, recomputed=0.0) for block in changed]
+    blocks = [block if block.backward else replace(block, recomputed=0.0) for block in changed]
+    return [replace(block, recomputed=block.recomputed + step.reads_reference) for block in blocks]
 
 
 def _backward_passes(step: DeviceStep) -> dict[str, float]:

@@ -20,7 +20,7 @@ from jaxtrain.config.data import (
     added_tokens,
     gives_pairs,
 )
-from jaxtrain.config.kinds import PREFERENCES, check_kinds, check_sizes, gives_tokens
+from jaxtrain.config.kinds import PREFERENCES, READS_REFERENCE, check_kinds, check_sizes, gives_tokens
 from jaxtrain.config.model import (
     CalledModel,
     CLIPConfig,
@@ -40,10 +40,7 @@ from jaxtrain.models.shipped.shapes import Structure, Tensors, structure_of
 from jaxtrain.plan.state import finetuned
 
 _IMAGENET_CLASSES = 1000
-_PAIRS = (
-    "a pair is two rows, one per answer; the pass before step 0, which computes what dpo compares with (forward, once "
-    "per pair), is not counted"
-)
+_PAIRS = "a pair is two rows, one per answer"
 # Ids of a BPE tokenizer that learned nothing: one of each byte.
 _LEAST_BPE = 256
 # Of scikit-learn's tables, which `builtin:` names: (columns, outputs).
@@ -159,7 +156,7 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     workload = _workload(config, sizes, "tokens" if takes_tokens else "examples")
     if takes_tokens and config.task in PREFERENCES:
         (length,) = sizes.input_shape[-1:]  # of data from Python, [2, L]
-        notes, numbers = (*sizes.notes, _PAIRS), 3 * length + 1
+        notes, numbers = (*sizes.notes, _PAIRS), 3 * length
         workload = replace(
             workload, input_shape=(length,), rows=2 * workload.rows, notes=notes, numbers=numbers, pairs=True
         )
@@ -168,7 +165,13 @@ def describe_workload(config: Config, sizes: RowSizes | None = None) -> Workload
     stored = finetuned(config, model_tensors(model, workload))
     names = ("sequence_length", "input_shape", "num_outputs", "vocab_size", "decoder_length")
     of_rows = {name: getattr(workload, name) for name in names}
-    flops = model_flops_per_row(model, **of_rows, trained=stored.trained, adapters=stored.adapters)
+    flops = model_flops_per_row(
+        model,
+        **of_rows,
+        trained=stored.trained,
+        adapters=stored.adapters,
+        reference=config.task in READS_REFERENCE,
+    )
     return replace(workload, flops_per_row=flops)
 
 

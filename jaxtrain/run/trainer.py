@@ -163,9 +163,14 @@ class Trainer:
         with _closing_on_failure(lambda status: self.checkpointer.close()):
             self.record = RunRecord(spec.run_dir, self.spent, report=progress.message)
             self.evaluation = HeldOut(self.run)
-            model = self.run.step.model if spec.model is None else None
-            num_devices = self.run.step.mesh.size
-            self.meter = step_meter(self.run.config, model, self.run.data, num_devices=num_devices)
+            step = self.run.step
+            self.meter = step_meter(
+                self.run.config,
+                step.model if spec.model is None else None,
+                self.run.data,
+                num_devices=step.mesh.size,
+                reference=step.task.reads_reference,
+            )
             resumed = choose_start(self.checkpointer, spec.resume)
             if resumed is None:
                 base = self._begin()

@@ -19,7 +19,7 @@ from jaxtrain.layout.rules import FamilyTable
 from jaxtrain.layout.sharding import use_layout
 from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, key_for
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import Batch, ModelCall, Sums, Task, TaskSums, calling_sums, task_sums
+from jaxtrain.models.task import Batch, ModelCall, Reference, Sums, Task, TaskSums, calling_sums, task_sums
 from jaxtrain.models.tasks import weight_per_token
 from jaxtrain.ops.loss.cross_entropy import compute_logits
 from jaxtrain.parallel.gradients import Accumulation, Arguments, Gradients, compute_gradients
@@ -50,13 +50,14 @@ class _Fixed:
     """What the loss of a step reads besides the trained parameters and the model_state.
 
     The frozen parameters and the loss scale (float32 []). A task that calls the model itself reads all parameters,
-    their moving averages and the steps done.
+    their moving averages, the steps done, and the model that training started from.
     """
 
     params: Params
     scale: jax.Array
     average: tuple[Params, ModelState] | None = None
     step: jax.Array | None = None
+    reference: Reference | None = None
 
 
 def _fixed(program: StepProgram, state: TrainState, scale: jax.Array) -> _Fixed:
@@ -64,7 +65,7 @@ def _fixed(program: StepProgram, state: TrainState, scale: jax.Array) -> _Fixed:
         return _Fixed(program.frozen(state.params), scale)
     averaged = program.settings.ema_decay is not None
     average = (state.evaluation_params, state.evaluation_model_state) if averaged else None
-    return _Fixed(state.params, scale, average, state.step)
+    return _Fixed(state.params, scale, average, state.step, state.reference)
 
 
 def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradients:
@@ -133,7 +134,15 @@ def _sums(
         assert fixed.step is not None
         loss_key, call_key = jax.random.split(key)
         call = ModelCall(
-            model.apply, params, model_state, True, fixed.step, call_key, fixed.average, model.apply_deferred
+            model.apply,
+            params,
+            model_state,
+            True,
+            fixed.step,
+            call_key,
+            fixed.average,
+            model.apply_deferred,
+            fixed.reference,
         )
         with jax.named_scope("loss"):
             return calling_sums(task, call, rows, shard_key(loss_key))

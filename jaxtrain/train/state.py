@@ -15,7 +15,7 @@ from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.layout.sharding import Layout, optimizer_shardings, parameter_shardings
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel, stored_params, with_sharding
-from jaxtrain.models.task import Task
+from jaxtrain.models.task import Reference, Task
 from jaxtrain.optim.offload import lives_on_host, on_host, to_host
 from jaxtrain.parallel.division import check_whole_batch
 from jaxtrain.parallel.stage import Pipeline
@@ -129,6 +129,7 @@ class TrainState:
         ema: moving average of the trainable params in float32, or None.
         ema_model_state: the same average of the floating leaves of model_state, None where ema is.
         spikes: the losses and gradient norms that spikes are told by, or None.
+        reference: the model that training started from, of a task that compares with it, else None.
 
     Example:
         >>> state = step.init(0)
@@ -149,6 +150,7 @@ class TrainState:
     ema: Params | None = None
     ema_model_state: ModelState | None = None
     spikes: SpikeHistory | None = None
+    reference: Reference | None = None
 
     def __repr__(self) -> str:
         # Any leaf may be a shape, a sharding or donated: what is shown asks none of them.
@@ -195,6 +197,9 @@ def create_state(
     stored = stored_params(program.sharded_model.model, start, policy, settings.trainable)
     # In float32 under every policy: gradients come in float32, and a second moment in bf16 would stand still.
     optimizer_state = program.optimizer.init(cast_floats(program.trained(stored), jnp.float32))
+    reference = None
+    if program.task.reads_reference:
+        reference = Reference(cast_floats(program.trained(stored), policy.compute_dtype), start_state)
     return TrainState(
         step=jnp.int32(0),
         params=stored,
@@ -206,6 +211,7 @@ def create_state(
         ema=ema,
         ema_model_state=floating_leaves(start_state) if averaged else None,
         spikes=None if settings.spikes is None else first_history(settings.spikes),
+        reference=reference,
     )
 
 
@@ -217,6 +223,7 @@ class EvaluationState:
         evaluation_params: the parameters to evaluate.
         evaluation_model_state: the model_state that belongs to them.
         step: steps that were done to get them.
+        reference: the model that training started from, as in `TrainState`.
 
     Example:
         >>> found = jt.EvaluationState(state.params, state.model_state)
@@ -227,6 +234,7 @@ class EvaluationState:
     evaluation_params: Params = field(repr=False)
     evaluation_model_state: ModelState = field(repr=False)
     step: int = 0
+    reference: Reference | None = field(default=None, repr=False)
 
 
 def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:
@@ -263,11 +271,16 @@ def state_shardings(shapes: TrainState, sharded_model: ShardedModel, *, offload_
     optimizer = optimizer_shardings(shapes.optimizer_state, shapes.params, layout)
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     everywhere: TrainState = jax.tree.map(lambda _: replicated, shapes)
+    reference = None
+    if shapes.reference is not None:
+        params, model_state = shapes.reference
+        reference = Reference(parameter_shardings(params, layout), jax.tree.map(lambda _: replicated, model_state))
     return replace(
         everywhere,
         params=jax.tree.map(lambda leaf: leaf.sharding, sharded_model.abstract_params),
         optimizer_state=on_host(optimizer, shapes.optimizer_state) if offload_optimizer else optimizer,
         ema=parameter_shardings(shapes.ema, layout),
+        reference=reference,
     )
 
 

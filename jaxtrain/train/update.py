@@ -85,6 +85,7 @@ def update_state(
         ema=ema,
         ema_model_state=ema_model_state,
         spikes=found.history,
+        reference=state.reference,
     )
     return new_state, _metrics(state, new_state, gradients, grad_norm, found, settings)
 

@@ -13,6 +13,7 @@ from jaxtrain.checkpoint.tree import is_inside, stored_name
 from jaxtrain.errors import CheckpointError
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.task import Reference
 from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.state import EvaluationState, average_shapes, averaged_model_state, select_leaves
 from jaxtrain.weights.base import base_of
@@ -63,6 +64,12 @@ def _restore(
     if base is not None:
         abstract = select_leaves(abstract, lambda path: stored_name(f"params/{path}") in saved_names)
     model_state = checkpoints.restore(sharded_model.abstract_model_state, step=step, prefix="model_state")
+    reference = None
+    if any(is_inside(name, "reference") for name in saved_names):
+        # None in place of frozen parameters, which are those that are evaluated.
+        copied = select_leaves(abstract, lambda path: stored_name(f"reference/params/{path}") in saved_names)
+        saved = Reference(_as_saved(copied, info, "reference/params"), sharded_model.abstract_model_state)
+        reference = checkpoints.restore(saved, step=step, prefix="reference")
     if not any(is_inside(name, "ema") for name in saved_names):
         params = _read_params(checkpoints, abstract, info)
     else:
@@ -78,20 +85,25 @@ def _restore(
             sharded_model, base, run_dir=run_dir, moved_to=moved_to, only=lambda path: path not in paths
         )
         params = merge_leaves(params, frozen)
-    return EvaluationState(params, model_state, step)
+    return EvaluationState(params, model_state, step, reference)
 
 
 def _read_params(checkpoints: Checkpointer, abstract: Params, info: CheckpointInfo) -> Params:
     """Return parameters; those of an adapter keep the dtypes that they were saved in."""
-
-    def as_saved(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = stored_name(f"params/{path_name(path)}")
-        if name not in info.leaves or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        # Frozen parameters of `bf16_pure` are saved in float32.
-        return jax.ShapeDtypeStruct(leaf.shape, info.leaves[name][1], sharding=leaf.sharding)
-
-    params = checkpoints.restore(jax.tree_util.tree_map_with_path(as_saved, abstract), step=info.step, prefix="params")
+    params = checkpoints.restore(_as_saved(abstract, info, "params"), step=info.step, prefix="params")
     if base_of(info.metadata) is not None:
         return params
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
+
+
+def _as_saved(abstract: Params, info: CheckpointInfo, part: str) -> Params:
+    """Return shapes of the parameters of a part of the state ("params") in the dtypes that a checkpoint has."""
+
+    def as_saved(path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        name = stored_name(f"{part}/{path_name(path)}")
+        if name not in info.leaves or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        # Frozen parameters of `bf16_pure` are saved in float32, the reference of a bf16 run in bfloat16.
+        return jax.ShapeDtypeStruct(leaf.shape, info.leaves[name][1], sharding=leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(as_saved, abstract)

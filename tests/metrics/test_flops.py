@@ -200,7 +200,7 @@ def test_peaks(kind, policy, peak):
     assert peak_flops(kind, policy) == peak
 
 
-def test_a_pair_of_answers_counts_two_texts(tmp_path):
+def test_a_pair_of_answers_counts_two_texts_and_the_reference(tmp_path):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (tmp_path / "pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 8))
     words = [
@@ -213,7 +213,11 @@ def test_a_pair_of_answers_counts_two_texts(tmp_path):
     run = assemble(spec, open_run_data(spec.config))
     by_text = _flops(config.model, sequence_length=64, vocab_size=run.data.vocab_size)
     assert by_text is not None
-    assert step_flops(run.config, run.step.model, run.data) == 8 * 2 * by_text
+    # Forward, twice that backward, and forward again in the model that training started from.
+    assert (
+        step_flops(run.config, run.step.model, run.data, reference=run.step.task.reads_reference)
+        == 8 * 2 * by_text / 3 * 4
+    )
 
 
 def test_a_run_counts_what_it_trains():

@@ -87,6 +87,23 @@ def test_what_is_frozen_takes_the_bytes_of_the_step(overrides: list[str]) -> Non
     assert parts["parameters"] == sharded_bytes(state.params)
 
 
+# What dpo compares with is a copy of what is trained, in the compute dtype.
+REFERENCES = {
+    "all parameters": [],
+    "adapters": [LORA],
+}
+
+
+@pytest.mark.parametrize("overrides", REFERENCES.values(), ids=REFERENCES)
+def test_a_reference_takes_the_bytes_of_the_step(overrides: list[str]) -> None:
+    pairs = ["task=dpo", "data={kind: chat, path: python_docs, sequence_length: 64}"]
+    layout = ["parallel.fsdp=2", "precision.policy=bf16"]
+    config = load_config("quickstart", overrides=[*pairs, *layout, *overrides]).config
+    state = step_of(config, 2).abstract_state
+    parts = analyse(config, target_of(catalogue()["h100"], 2)).memory.parts
+    assert parts["reference model"] == sharded_bytes(state.reference)
+
+
 def test_gpt3_trains_what_the_paper_counts() -> None:
     """Hu et al. 2021, table 4: rank 4 on query and value of GPT-3 175B. Nothing else has gradients or moments."""
     gpt3 = "model={num_layers: 96, embed_dim: 12288, num_heads: 96}"

@@ -11,6 +11,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.models.task import CallingLoss
+from jaxtrain.runtime.tree import paths_of
 
 B, L, V = 8, 12, 24
 SIZES = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": L, "vocab_size": V}
@@ -32,7 +33,6 @@ def pairs(rows: int = B, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 BATCH = pairs()
-REFERENCE = np.random.default_rng(1).normal(-30, 1, (B, 2)).astype(np.float32)
 
 
 def log_probabilities(model: jt.Model, params, batch) -> jax.Array:
@@ -43,8 +43,8 @@ def log_probabilities(model: jt.Model, params, batch) -> jax.Array:
     return jnp.sum(own * (batch["weights"] != 0), axis=-1)
 
 
-def margins(model, params, batch, beta):
-    over = beta * (log_probabilities(model, params, batch) - batch["reference"])
+def margins(model, params, start, batch, beta):
+    over = beta * (log_probabilities(model, params, batch) - log_probabilities(model, start, batch))
     return over[:, 0] - over[:, 1]
 
 
@@ -63,12 +63,14 @@ def test_dpo_is_its_formula_with_its_gradient():
     model = transformer()
     step = step_of(model, task, optimizer=optax.sgd(1.0))
     state = step.init(0)
+    start = jax.tree.map(jnp.array, state.params)
+    state, _ = step(state, pairs(seed=1))
     # Weights of rows, and a row that counts nothing.
-    batch = {**BATCH, "reference": REFERENCE, "weights": BATCH["weights"] * np.array([2, 0] + [1] * 6)[:, None, None]}
+    batch = {**BATCH, "weights": BATCH["weights"] * np.array([2, 0] + [1] * 6)[:, None, None]}
 
     def loss(params):
         weights = row_weights(batch)
-        margin = margins(model, params, batch, 0.3)
+        margin = margins(model, params, start, batch, 0.3)
         losses = -0.8 * jax.nn.log_sigmoid(margin) - 0.2 * jax.nn.log_sigmoid(-margin)
         return jnp.sum(losses * weights) / jnp.sum(weights), margin
 
@@ -118,47 +120,83 @@ def test_the_text_of_a_reward_ends_with_the_token_after_the_last_that_counts():
 
 
 MESHES = {
+    "data4": {"data": 4},
     "data2_fsdp2": {"data": 2, "fsdp": 2},
     "fsdp2_tensor2": {"fsdp": 2, "tensor": 2},
     "data2_context2": {"data": 2, "context": 2},
 }
 
 
-# Each loss, each mesh, and accumulation.
-ON_MESHES = [("dpo", "data2_fsdp2", 1), ("dpo by vocabulary", "fsdp2_tensor2", 2), ("reward", "data2_context2", 1)]
+# Task, mesh, and what else the step does.
+ON_MESHES = {
+    "fsdp": ("dpo", "data2_fsdp2", {}),
+    "tensor, microbatches": ("dpo by vocabulary", "fsdp2_tensor2", {"accumulation_steps": 2}),
+    "ZeRO, microbatches": ("dpo", "data4", {"accumulation_steps": 2, "parallelism": jt.Parallelism(zero=2)}),
+    "ZeRO, offload": ("dpo", "data4", {"parallelism": jt.Parallelism(zero=1), "offload_optimizer": True}),
+    "rewards": ("reward", "data2_context2", {}),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("task", "mesh", "accumulation"), ON_MESHES)
-def test_a_mesh_gives_the_losses_of_one_device(task, mesh, accumulation):
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_a_mesh_gives_the_losses_of_one_device(name):
+    task, mesh, options = ON_MESHES[name]
     tasks = {"dpo": jt.dpo(), "dpo by vocabulary": jt.dpo(logits="vocabulary", block=6), "reward": jt.reward()}
     model = transformer(**(SCORES if task == "reward" else {}))
 
-    def losses(mesh, accumulation):
-        step = step_of(model, tasks[task], mesh=mesh, optimizer=optax.adam(0.01), accumulation_steps=accumulation)
+    def losses(mesh, options):
+        step = step_of(model, tasks[task], mesh=mesh, optimizer=optax.adam(0.01), **options)
         state, found = step.init(0), []
         for _ in range(3):
-            state, metrics = step(state, {**BATCH, "reference": REFERENCE})
+            state, metrics = step(state, BATCH)
             found.append([float(metrics[name]) for name in ("loss", "accuracy", "margin")])
         return np.array(found)
 
-    np.testing.assert_allclose(losses(MESHES[mesh], accumulation), losses({"data": 1}, 1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(losses(MESHES[mesh], options), losses({"data": 1}, {}), rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def dpo_step():
-    return step_of(transformer(), jt.dpo())
+# How a model is adapted and computed, and the dtype of what is kept as the reference.
+STORED = {
+    "fp32": ({}, {}, "float32"),
+    "bf16": ({}, {"policy": "bf16"}, "bfloat16"),
+    "fp16": ({}, {"policy": "fp16"}, "float16"),
+    "adapters": ({"lora": jt.LoraConfig(rank=2)}, {}, "float32"),
+    "adapters over nf4": ({"lora": jt.LoraConfig(rank=2), "base": "nf4"}, {"policy": "bf16"}, "bfloat16"),
+}
 
 
-def test_the_first_loss_is_ln_2_and_padding_counts_nothing(dpo_step):
-    step, model = dpo_step, dpo_step.model
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "adapters" else pytest.mark.long) for name in STORED]
+)
+def test_the_first_loss_is_ln_2_and_what_is_trained_is_kept(name):
+    adapters, options, dtype = STORED[name]
+    model = transformer(embed_dim=64)  # nf4 has blocks of 64
+    model = jt.adapt(model, **adapters) if adapters else model
+    step = step_of(model, jt.dpo(), optimizer=optax.adam(0.01), **options)
     state = step.init(0)
-    rows = jt.ArrayRows(pairs(5))
-    known = [jt.reference_rows(step, state, rows, batch_size=size) for size in (2, 5)]
-    values = [np.stack([one[i]["reference"] for i in range(5)]) for one in known]
-    # Sums of a few tokens in another order.
-    np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
-    np.testing.assert_allclose(values[0], log_probabilities(model, state.params, pairs(5)), rtol=1e-5)
-    means = jt.Evaluator(step)(state, [step.loader(jt.Batches(known[0], 8, seed=0, shuffle=False))(0)])
-    assert abs(means["eval_loss"] - np.log(2)) < 1e-6
-    assert abs(means["eval_margin"]) < 1e-5
+    leaves = paths_of(state.reference)
+    assert set(leaves) == {f"params/{path}" for path in paths_of(step.program.trained(state.params))}
+    assert {leaf.dtype.name for leaf in leaves.values()} == {dtype}
+    before = {path: np.array(leaf) for path, leaf in leaves.items()}
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == np.float32(np.log(2))
+    assert losses[-1] < losses[0]
+    for path, leaf in paths_of(state.reference).items():
+        np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+
+
+def test_evaluation_compares_with_the_start_and_padding_counts_nothing():
+    model, held_out = transformer(), pairs(5, seed=2)
+    step = step_of(model, jt.dpo(), optimizer=optax.adam(0.01))
+    state = step.init(0)
+    start = jax.tree.map(jnp.array, state.params)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    batches = jt.Batches(jt.ArrayRows(held_out), 8, seed=0, shuffle=False)
+    means = jt.Evaluator(step)(state, [step.loader(batches)(0)])
+    margin = margins(model, state.params, start, held_out, 0.1)
+    assert means["eval_margin"] == pytest.approx(float(jnp.mean(margin)), rel=1e-4)  # differences of sums
+    assert means["eval_loss"] == pytest.approx(float(-jnp.mean(jax.nn.log_sigmoid(margin))), rel=1e-6)

@@ -47,6 +47,14 @@ class Normed(nnx.Module):
         return self.norm(self.linear(x))
 
 
+class DroppedAndNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.drop, self.normed = nnx.Dropout(0.5, rngs=rngs), Normed(rngs)
+
+    def __call__(self, x):
+        return self.normed(self.drop(x))
+
+
 def cross_entropy(outputs, batch):
     return optax.softmax_cross_entropy_with_integer_labels(outputs.astype(jnp.float32), batch["targets"])
 
@@ -84,6 +92,12 @@ def penalised(apply, batch, key):
 def with_statistics(apply, batch, key):
     outputs, state = apply.with_state(batch["inputs"], key=key)
     return cross_entropy(outputs, batch), {}, state
+
+
+def compared_with_start(apply, batch, key):
+    outputs, state = apply.with_state(batch["inputs"], key=key)
+    start = apply.reference(batch["inputs"])
+    return jnp.sum(jnp.square(outputs - start - 1), axis=-1), {"start": start[:, 0]}, state
 
 
 def train(task, model, *, mesh, steps=4, batch=BATCH, **options):
@@ -184,6 +198,7 @@ def halves(outputs, batch):
 
 REFUSED = {
     "global": (jt.Task("c", contrastive, rows="global"), {"accumulation_steps": 2}, "use accumulation_steps=1"),
+    "no_reference": (jt.Task.calling("c", compared_with_start), {}, "make its task with Task.calling(..., reference"),
     "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; pass ema_decay=0.999"),
 }
 
@@ -233,3 +248,20 @@ def test_calls_of_one_loss_draw_other_masks_and_take_other_parameters():
     assert metrics["draws"] > 0
     assert metrics["evaluations"] == 0
     assert metrics["others"] > 0
+
+
+def test_the_reference_is_the_model_at_the_start_without_dropout():
+    model = jt.from_nnx(DroppedAndNormed)
+    task = jt.Task.calling("start", compared_with_start, reference=True)
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    step = jt.make_train_step(model, task, optax.adam(0.1), mesh=mesh, accumulation_steps=2)
+    state = step.init(0)
+    params, model_state = jax.tree.map(jnp.copy, (state.params, state.model_state))
+    apply = step.sharded_model.apply
+    outputs = jax.jit(lambda x: apply(params, model_state, x, key=None, train=False)[0])(BATCH["inputs"])
+    expected = float(jnp.mean(outputs[:, 0]))
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        assert metrics["start"] == pytest.approx(expected, abs=1e-6)  # the order of sums
+    assert jt.Evaluator(step)(state, [BATCH])["eval_start"] == pytest.approx(expected, abs=1e-6)
+    assert not np.array_equal(state.params["normed"]["linear"]["kernel"], params["normed"]["linear"]["kernel"])
