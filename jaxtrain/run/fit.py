@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
-from jaxtrain.config.schema import AXES, Config
+from jaxtrain.config.schema import AXES, Config, Parallelism
 from jaxtrain.data import Data
 from jaxtrain.data.sources.given import data_of, renamed
 from jaxtrain.data.stream import BatchStream
@@ -24,7 +24,7 @@ from jaxtrain.run.directory import numbered_folder, run_folder
 from jaxtrain.run.run import Result, train_loaded
 from jaxtrain.runtime import distributed
 from jaxtrain.train.build import OwnStep
-from jaxtrain.train.parallelism import Parallelism, check_parts
+from jaxtrain.train.state import check_parts
 
 
 def fit(
@@ -150,7 +150,7 @@ def fit(
     if mesh is not None:
         settings["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
     if parallelism is not None:
-        settings["parallel"] = {**settings.get("parallel", {}), **dataclasses.asdict(parallelism)}
+        settings["parallel"] = {**settings.get("parallel", {}), **parallelism.model_dump(exclude_unset=True)}
     own_step = OwnStep(
         optimizer=optimizer,
         learning_rate=learning_rate,

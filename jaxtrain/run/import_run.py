@@ -25,6 +25,7 @@ from jaxtrain.run.resume import describe_start, run_metadata, start_of, trained_
 from jaxtrain.runtime import distributed
 from jaxtrain.train.build import OwnStep
 from jaxtrain.weights.base import without_base
+from jaxtrain.weights.load import load_weights
 
 # Rows of what is not there are made up: nothing is trained on them.
 _MADE_UP_ROWS = 64
@@ -53,7 +54,7 @@ def import_run(
     run = assemble(config, open_run_data(config), name=run_dir.name)
     start = start_of(run, own_step)
     with spent.measure("creating state"):
-        state = jax.block_until_ready(run.step.init(config.seed, **start))
+        state = jax.block_until_ready(run.step.init(config.seed, load_weights(run.step, **start)))
     below = describe_start(run, state, start)
     metadata = run_metadata(run, Given(own_step))
     metadata["base"] = None if below is None else below.as_json()

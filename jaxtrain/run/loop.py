@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.checkpoint.storage import from_process_0
-from jaxtrain.config.schema import SpikesConfig
+from jaxtrain.config.schema import SpikeRule
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.errors import DataError, DivergedError, PreemptedError
@@ -191,7 +191,7 @@ def _data_failed(session: Session, number: int, state: TrainState, error: Except
 class _BadSteps:
     """Says which steps were skipped, by their metrics once they are done."""
 
-    def __init__(self, spikes: SpikesConfig | None, progress: Progress) -> None:
+    def __init__(self, spikes: SpikeRule | None, progress: Progress) -> None:
         self._spikes, self._progress, self._shown = spikes, progress, 0
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:

@@ -247,17 +247,17 @@ def trained_leaves(step: TrainStep) -> Callable[[str], bool] | None:
 
 
 def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
-    """Return the arguments of `TrainStep.init` besides the seed: what the run starts from."""
+    """Return the arguments of `load_weights` besides the step: what the run starts from."""
     start = {
-        "params": own_step.params,
+        "source": own_step.params,
         "model_state": own_step.model_state,
         "skip": own_step.skip,
         "adapter": run.config.finetune.adapter,
     }
     published = published_from(run.config.model)
     if own_step.params is None and published is not None:
-        start |= {"params": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
-    path = start["params"]
+        start |= {"source": published, "skip": [*own_step.skip, *fresh_parts(run.config.model)]}
+    path = start["source"]
     if trained_leaves(run.step) is None or path is None:
         return start
     if not isinstance(path, str | Path):
@@ -269,7 +269,7 @@ def start_of(run: Run, own_step: OwnStep) -> dict[str, Any]:
         # The base of an adapter is one step of a run: the newest step may be another one when the adapter is read.
         checkpoint = find_checkpoint(path)
         step = list_steps(checkpoint.directory)[-1] if checkpoint.step is None else checkpoint.step
-        start["params"] = str(checkpoint.directory / str(step))
+        start["source"] = str(checkpoint.directory / str(step))
     return start
 
 
@@ -278,7 +278,7 @@ def describe_start(run: Run, state: TrainState, start: Mapping[str, Any]) -> Bas
     trains = trained_leaves(run.step)
     if trains is None:
         return None
-    path = start["params"]
+    path = start["source"]
     seed = run.config.seed
     if path is None:
         return describe_base(state.params, trains, format="drawn", path=None, seed=seed)

@@ -13,6 +13,7 @@ import optax
 
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.fits import check_fits, fresh_notes
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.model import published_from
@@ -62,9 +63,9 @@ from jaxtrain.runtime.compiler import cache_folder, option_notes, record_choices
 from jaxtrain.runtime.devices import describe_devices, unused_accelerator
 from jaxtrain.runtime.distributed import Facts, check_devices, is_main_process, together
 from jaxtrain.train.build import OwnStep
-from jaxtrain.train.parallelism import check_parts
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import TrainState, check_parts
 from jaxtrain.weights.base import BaseRecord, without_base
+from jaxtrain.weights.load import load_weights
 
 # What a process may have of its own: where it finds and keeps files, what its host does ahead, and what only process 0
 # writes. Whether data at another path is the same data is told by its content.
@@ -163,7 +164,9 @@ def run_config(
     watchdog = limits(loaded.config.watchdog)
     lost = None if watchdog is None else watchdog.lost_seconds
     distributed.start(emulate=emulate, compilation_cache=loaded.config.compilation_cache, lost_seconds=lost)
-    check_parts(**given)
+    check_parts(model=model, task=task, optimizer=optimizer)
+    if data is not None:
+        check_kind(data, Data, what="data", takes="a jaxtrain.Data", write="jaxtrain.open_data({'kind': ...})")
     if optimizer is None and learning_rate is not None:
         raise ConfigError(
             "learning_rate= is what the metrics show of optimizer=, which is not given; for the config's optimizer set "
@@ -439,7 +442,7 @@ def _first_state(
     start = start_of(run, own_step)
     with ThreadPoolExecutor(1) as pool:
         # Compiling the initialisation takes about as long as compiling the step, so the two run side by side.
-        created = pool.submit(lambda: run.step.init(run.config.seed, **start))
+        created = pool.submit(lambda: run.step.init(run.config.seed, load_weights(run.step, **start)))
         with spent.measure("compiling"):
             _compile(run, traced, progress, created)
         with progress.phase("creating state"), spent.measure("creating state"):

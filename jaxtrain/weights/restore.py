@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.directory import CheckpointInfo
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import is_inside, stored_name
-from jaxtrain.errors import CheckpointError
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.state import EvaluationState, average_shapes, averaged_model_state, select_leaves
 from jaxtrain.weights.base import base_of
-from jaxtrain.weights.load import restore_base
+from jaxtrain.weights.load import read_newest_intact, restore_base
 
 
 def restore_for_evaluation(
@@ -36,20 +35,14 @@ def restore_for_evaluation(
         report: called with a line for each damaged checkpoint that is passed over.
         moved_to: where the base of an adapter run is; None: where it was.
     """
-    damaged = ""
     with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpoints:
+
+        def read(number: int) -> EvaluationState:
+            return _restore(checkpoints, sharded_model, number, run_dir, moved_to)
+
         if step is not None:
-            return _restore(checkpoints, sharded_model, step, run_dir, moved_to)
-        # Parameters and model state must be of one step: the checkpointer would pass over a damaged one of either.
-        for candidate in reversed(checkpoints.steps()):
-            try:
-                return _restore(checkpoints, sharded_model, candidate, run_dir, moved_to)
-            except DamagedError as error:
-                damaged = damaged or str(error)
-                report(f"{error}; an older one is used")
-    if damaged:
-        raise CheckpointError(f"no intact checkpoint is left in {run_dir}: {damaged}")
-    raise CheckpointError(f"no checkpoint in {checkpoints.directory}; the run saves one at its end or on a signal")
+            return read(step)
+        return read_newest_intact(checkpoints, read, report=report)
 
 
 def _restore(
