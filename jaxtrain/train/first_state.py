@@ -3,8 +3,9 @@
 On CPU devices what is drawn is evaluated on the host, where that is known to give the same bits.
 """
 
+import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,67 +166,60 @@ def place_tree(name: str, tree: Any, abstract: Any) -> Any:
     if isinstance(tree, str | os.PathLike):
         path = os.fspath(tree)
         raise ConfigError(f'{name} takes arrays, not a path; write step.init(seed, jt.load_weights(step, "{path}"))')
-    leaves = {
-        path_name(path): leaf if leaf is None or hasattr(leaf, "dtype") else np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    }
-    check_structure(name, leaves, paths_of(abstract))
+    leaves = {}
+    drawn = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None):
+        if leaf is None:
+            drawn.add(path_name(path))
+        else:
+            leaves[path_name(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    check_leaves(name, leaves, paths_of(abstract), optional=drawn)
 
     def place(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array | None:
-        leaf = leaves[path_name(path)]
-        if leaf is None:
-            return None
-        check_leaf(name, path_name(path), leaf, like)
-        return jax.device_put(leaf, like.sharding)
+        leaf = leaves.get(path_name(path))
+        return None if leaf is None else jax.device_put(leaf, like.sharding)
 
     return jax.tree_util.tree_map_with_path(place, abstract)
 
 
-def check_structure(
+def check_leaves(
     name: str,
-    given: Collection[str],
-    expected: Collection[str],
+    leaves: Mapping[str, Any],
+    abstract: Mapping[str, Any],
     *,
     optional: Collection[str] = (),
     skip: Sequence[str] = (),
 ) -> None:
-    """Raise a `ConfigError` where the paths that are given are not those of the model.
+    """Compare arrays with those of a model, by their paths; float dtypes may differ.
 
     Args:
-        name: what is given, in messages.
-        given, expected: paths.
-        optional: paths that need not be given.
-        skip: patterns that were skipped already, which the message repeats.
+        name: what the arrays are, in messages.
+        leaves: the arrays, or their shapes and dtypes.
+        abstract: those of the model.
+        optional: paths that may be missing.
+        skip: patterns that were skipped, which the message repeats.
+
+    Raises:
+        ConfigError: names the first path that differs, and the patterns that leave out all that do.
     """
-    missing = [path for path in expected if path not in given and path not in optional]
-    extra = [path for path in given if path not in expected]
-    if not missing and not extra:
+    problems = {}
+    for path, like in abstract.items():
+        if path not in leaves:
+            if path not in optional:
+                problems[path] = f"{path} is missing"
+            continue
+        leaf = leaves[path]
+        both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
+        if leaf.shape != like.shape or not (both_float or leaf.dtype == like.dtype):
+            problems[path] = f"{path} is {leaf.dtype}{list(leaf.shape)}, not {like.dtype}{list(like.shape)}"
+    for path in leaves:
+        if path not in abstract:
+            problems[path] = f"{path} is not an array of the model"
+    if not problems:
         return
-    first = f"{missing[0]} is missing" if missing else f"{extra[0]} is not an array of it"
-    count = ""
-    if len(missing) + len(extra) > 1:
-        count = f" ({len(missing)} missing, {len(extra)} too many)"
+    modules = [f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems]
+    patterns = [*skip, *list(dict.fromkeys(modules))[:4]]
     raise ConfigError(
-        f"{name} does not fit the model of this step: {first}{count}; to initialize what is missing and leave out what "
-        f"is extra, load it with skip={skip_text(skip, [*missing, *extra])}"
+        f"{name} does not fit the model of this step: {next(iter(problems.values()))} ({len(problems)} in all differ); "
+        f"to initialize what differs, write skip={json.dumps(patterns)}"
     )
-
-
-def check_leaf(name: str, path: str, leaf: Any, like: Any, *, skip: Sequence[str] = ()) -> None:
-    """Raise a `ConfigError` where an array has another shape or kind of numbers than that of the model."""
-    both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
-    if leaf.shape != like.shape or not (both_float or leaf.dtype == like.dtype):
-        raise ConfigError(
-            f"{name} does not fit this step: {path} is {leaf.dtype}{list(leaf.shape)}, not "
-            f"{like.dtype}{list(like.shape)}; to initialize it, load the others with skip={skip_text(skip, [path])}"
-        )
-
-
-def skip_text(skip: Sequence[str], paths: Sequence[str]) -> str:
-    """Return patterns as a list to write, and with them a few more that match the paths: their modules."""
-    modules: dict[str, None] = {}
-    for path in paths:
-        module, is_nested, _ = path.rpartition("/")
-        modules[f"{module}/*" if is_nested else path] = None
-    patterns = [*skip, *list(modules)[:4]]
-    return "[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"

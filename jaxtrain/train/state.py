@@ -15,7 +15,7 @@ from jaxtrain.config.schema import SpikeRule
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import Layout, optimizer_shardings, parameter_shardings
 from jaxtrain.models.model import Model, ModelState, Params
-from jaxtrain.models.sharded import ShardedModel, with_sharding
+from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
 from jaxtrain.optim.offload import lives_on_host, on_host, to_host
 from jaxtrain.parallel.division import check_whole_batch
@@ -222,7 +222,7 @@ class TrainState:
         """The model_state that belongs to `evaluation_params`: its average where parameters have one."""
         if self.ema is None or self.ema_model_state is None:
             return self.model_state
-        return averaged_model_state(self.ema_model_state, self.model_state)
+        return _cast_like(merge_leaves(self.ema_model_state, self.model_state), self.model_state)
 
 
 def random_key(seed: Any) -> jax.Array:
@@ -306,17 +306,6 @@ class EvaluationState:
     step: int = 0
 
 
-def averaged_model_state(average: ModelState, model_state: ModelState) -> ModelState:
-    """Return a model_state with its average, in its own dtypes, in place of the leaves that have one (not None)."""
-
-    def choose(average: Any, leaf: Any) -> Any:
-        if average is None:
-            return leaf
-        return average if average.dtype == leaf.dtype else average.astype(leaf.dtype)
-
-    return jax.tree.map(choose, average, model_state, is_leaf=lambda leaf: leaf is None)
-
-
 def floating_leaves(tree: Any) -> Any:
     """Return the floating leaves of a tree in float32, None in place of others (counts, keys)."""
     return jax.tree.map(
@@ -353,17 +342,3 @@ def state_on_host(shapes: TrainState, program: StepProgram) -> TrainState:
     if not program.settings.offload_optimizer:
         return nowhere
     return replace(nowhere, optimizer_state=jax.tree.map(lives_on_host, shapes.optimizer_state))
-
-
-def average_shapes(sharded_model: ShardedModel, trainable: Callable[[str], bool] | None) -> tuple[Params, ModelState]:
-    """Return the moving averages of trained parameters and of model_state as shapes with shardings, to restore them."""
-
-    def averages(params: Params, model_state: ModelState) -> tuple[Params, ModelState]:
-        return cast_floats(select_leaves(params, trainable), jnp.float32), floating_leaves(model_state)
-
-    params, model_state = jax.eval_shape(averages, sharded_model.abstract_params, sharded_model.abstract_model_state)
-    replicated = NamedSharding(sharded_model.mesh, PartitionSpec())
-    return (
-        jax.tree.map(with_sharding, params, parameter_shardings(params, sharded_model.layout)),
-        jax.tree.map(lambda leaf: with_sharding(leaf, replicated), model_state),
-    )

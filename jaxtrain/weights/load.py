@@ -1,14 +1,9 @@
-"""Reads the weights that training starts from into the shardings of a step: arrays, a run, or a published model.
+"""Reads the weights that training starts from into the shardings of a step: arrays, a run, or a published model."""
 
-Each is a `_Source`: a table of paths, shapes and dtypes, and a function that reads them. It is compared with the model
-before anything is read. A source of the model that an adapted one was made of gives the base below its adapters.
-"""
-
-import fnmatch
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,68 +20,22 @@ from jaxtrain.config.published import settings_in
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.formats.hub import is_published, published_place
 from jaxtrain.formats.rows import Row
-from jaxtrain.layout.sharding import parameter_spec
-from jaxtrain.models.adapters import quantized_kernel
-from jaxtrain.models.model import ModelState, Params, parameter_shapes
+from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.optim.rules import check_patterns
-from jaxtrain.precision.kernels import LowRankKernel, is_kernel, is_quantized
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.runtime.tree import path_name, paths_of
-from jaxtrain.train.first_state import Weights, check_leaf, check_structure
+from jaxtrain.train.first_state import Weights
 from jaxtrain.train.state import random_key
 from jaxtrain.train.step import TrainStep
 from jaxtrain.weights.base import BaseRecord, base_of
+from jaxtrain.weights.fill import Abstract, Source, Target, as_tree, fill, original_params
 from jaxtrain.weights.peft import open_adapter
-from jaxtrain.weights.read import Place, PublishedModel, by_path, find_places, open_published, read_kernel, read_places
+from jaxtrain.weights.read import Place, PublishedModel, find_places, open_published, read_kernel, read_places
 
-# Path -> shape, dtype and sharding of an array to read.
-Abstract = Mapping[str, jax.ShapeDtypeStruct]
 Read = TypeVar("Read")
 
 # Moving averages, which evaluation uses, stand in for what they are averages of.
 _AVERAGES = {"params": "ema", "model_state": "ema_model_state"}
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Parameters or model_state that something holds.
-
-    Attributes:
-        name: what it is, in messages.
-        leaves: path -> array, or the shape and dtype of a saved one.
-        read: gives path -> array.
-        read_quantized: path of a kernel, its arrays as a quantized one by their names, and its numbers of input and
-            output dims; gives name -> array. None: kernels are read as floats.
-        is_borrowed: whether the user holds the arrays, whose memory may be shared with what is read.
-    """
-
-    name: str
-    leaves: Mapping[str, Any]
-    read: Callable[[Abstract], Mapping[str, Any]]
-    read_quantized: Callable[[str, Abstract, tuple[int, int]], Mapping[str, jax.Array]] | None = None
-    is_borrowed: bool = False
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A model to fill.
-
-    Attributes:
-        model: the model.
-        trains: parameter path -> whether it is trained; frozen ones are cast to the dtype that they are stored in as
-            soon as they are read.
-        skip: patterns of paths that stay drawn.
-        only: parameter path -> whether it is read.
-    """
-
-    model: ShardedModel
-    trains: Callable[[str], bool]
-    skip: tuple[str, ...] = ()
-    only: Callable[[str], bool] = lambda path: True
-
-    def skips(self, path: str) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.skip)
 
 
 def load_weights(
@@ -125,211 +74,49 @@ def load_weights(
         >>> state = step.init(0, weights)
     """
     if isinstance(step, TrainStep):
-        target = _Target(step.sharded_model, step.program.settings.trainable or (lambda path: True), tuple(skip))
+        target = Target(step.sharded_model, step.program.settings.trainable or (lambda path: True), tuple(skip))
     else:
-        target = _Target(step, lambda path: False, tuple(skip))
+        target = Target(step, lambda path: False, tuple(skip))
     state = None if model_state is None else _tree_source("model_state", model_state)
     if isinstance(source, str | os.PathLike):
         return _load_path(source, target, state, adapter)
     if adapter is not None:
         raise ConfigError(f"adapter={str(adapter)!r} without its base; name the published folder or file as the source")
-    return _fill(target, None if source is None else _tree_source("params", source), state)
+    return fill(target, None if source is None else _tree_source("params", source), state)
 
 
 def _load_path(
     source: str | os.PathLike[str],
-    target: _Target,
-    model_state: _Source | None,
+    target: Target,
+    model_state: Source | None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Weights:
     path = os.fspath(published_place(source, what="load_weights"))
     if is_published(path):
         params, published_state = _published_sources(path, target.model, adapter)
-        return _fill(target, params, model_state or published_state)
+        return fill(target, params, model_state or published_state)
     if adapter is not None:
         raise ConfigError(f"adapter={str(adapter)!r} is for a published model, which {path} is not")
     return _load_checkpoint(path, target, model_state)
 
 
-def _fill(target: _Target, params: _Source | None, model_state: _Source | None) -> Weights:
-    """Read what a model takes of the sources, in its structure, with None for what is drawn."""
-    model = target.model
-    paths = [*paths_of(model.abstract_params), *paths_of(model.abstract_model_state)]
-    for source in (params, model_state):
-        if source is not None:
-            paths += source.leaves
-    check_patterns("skip", target.skip, list(dict.fromkeys(paths)))
-    weights = Weights()
-    if params is not None:
-        match = _match(params, model)
-        arrays = _take(params, match, paths_of(model.abstract_params), target)
-        owned = arrays.keys()
-        if params.is_borrowed:
-            owned = [path for path in arrays if path not in match.paths]  # what was quantized here
-        weights = replace(weights, params=_as_tree(arrays, model.abstract_params), owned=frozenset(owned))
-    if model_state is not None:
-        every = _Target(model, trains=lambda path: True, skip=target.skip)
-        match = _Match({path: path for path in model_state.leaves})
-        arrays = _take(model_state, match, paths_of(model.abstract_model_state), every)
-        weights = replace(weights, model_state=_as_tree(arrays, model.abstract_model_state))
-    return weights
-
-
-def _as_tree(arrays: Mapping[str, Any], like: Any) -> Any:
-    """Return the arrays in a structure, with None for those that are missing."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays.get(path_name(path)), like)
-
-
-@dataclass(frozen=True)
-class _Match:
-    """What the arrays of a model are in a source.
-
-    Attributes:
-        paths: path in the model -> path in the source, of arrays that are taken as they are.
-        quantized: path of a quantized kernel in the model -> path of its floats in the source.
-        parts: path of a quantized kernel in the model -> its arrays by their names.
-        optional: paths in the model that a source may lack: its adapters.
-    """
-
-    paths: dict[str, str]
-    quantized: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, dict[str, jax.ShapeDtypeStruct]] = field(default_factory=dict)
-    optional: set[str] = field(default_factory=set)
-
-
-def _match(source: _Source, model: ShardedModel) -> _Match:
-    """Find the parameters of a model in a source, which may be that of the model before it was adapted."""
-    match = _Match({path: path for path in source.leaves})
-    if model.model.adapted is None:
-        return match
-    for path, kernel in by_path(model.abstract_params, is_leaf=is_kernel).items():
-        base = kernel
-        base_path = path
-        if isinstance(kernel, LowRankKernel):
-            base = kernel.base
-            base_path = f"{path}/base"
-            match.optional.update([f"{path}/lora_a", f"{path}/lora_b"])
-        if not is_kernel(kernel) or path not in source.leaves:
-            continue
-        del match.paths[path]
-        if is_quantized(base):
-            match.quantized[base_path] = path
-            match.parts[base_path] = paths_of(base)
-        else:
-            match.paths[base_path] = path
-    return match
-
-
-def _take(source: _Source, match: _Match, abstract: Abstract, target: _Target) -> dict[str, Any]:
-    """Read arrays of a source.
-
-    Args:
-        source: where they are.
-        match: what they are called there.
-        abstract: every array of the model, as it is stored.
-        target: which of them are taken.
-
-    Returns:
-        Path in the model -> array in its sharding. Those that are trained, or that the user holds, keep their dtypes.
-
-    Raises:
-        ConfigError: paths or shapes of the source are not those of the model.
-    """
-    chosen = [path for path in abstract if target.only(path) and not target.skips(path)]
-    given = {*match.paths}
-    for base_path, parts in match.parts.items():
-        given |= {f"{base_path}/{name}" for name in parts}
-    given = [path for path in (*match.paths, *abstract) if path in given and not target.skips(path)]
-    optional = match.optional | (abstract.keys() - set(chosen))
-    check_structure(source.name, given, abstract, optional=optional, skip=target.skip)
-    arrays: dict[str, Any] = {}
-    together: dict[str, jax.ShapeDtypeStruct] = {}
-    for path in chosen:
-        if path not in match.paths:
-            continue
-        source_path = match.paths[path]
-        leaf = source.leaves[source_path]
-        check_leaf(source.name, path, leaf, abstract[path], skip=target.skip)
-        like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=abstract[path].sharding)
-        if leaf.dtype == abstract[path].dtype or target.trains(path) or source.is_borrowed:
-            together[path] = like
-        else:
-            # One by one: a source may hold frozen arrays in twice the bytes, for which devices need no room.
-            array = source.read({source_path: like})[source_path]
-            arrays[path] = array.astype(abstract[path].dtype)
-    read = source.read({match.paths[path]: like for path, like in together.items()})
-    for path in together:
-        arrays[path] = read[match.paths[path]]
-    for base_path, source_path in match.quantized.items():
-        parts = {
-            name: abstract[f"{base_path}/{name}"] for name in match.parts[base_path] if f"{base_path}/{name}" in chosen
-        }
-        if parts:
-            kernel = _quantize(source, source_path, parts, target.model)
-            arrays |= {f"{base_path}/{name}": array for name, array in kernel.items()}
-    return arrays
-
-
-def _quantize(source: _Source, path: str, parts: Abstract, model: ShardedModel) -> Mapping[str, jax.Array]:
-    """Read the floats of a kernel and quantize them, so that they are gone before those of the next are read.
-
-    Args:
-        source: where the floats are.
-        path: of the kernel there.
-        parts: the arrays of the quantized kernel by their names.
-        model: the adapted model.
-    """
-    adapted = model.model.adapted
-    assert adapted is not None
-    dims = model.model.linears[path]
-    floats = _original_params(model)[path]
-    check_leaf(source.name, path, source.leaves[path], floats)
-    if source.read_quantized is not None:
-        return source.read_quantized(path, parts, dims)
-
-    def quantize(kernel: jax.Array) -> dict[str, jax.Array]:
-        quantized = paths_of(quantized_kernel(kernel, dims, adapted.base, adapted.double_quantization))
-        return {name: quantized[name] for name in parts}
-
-    kernel = source.read({path: floats})[path]
-    return jax.jit(quantize, out_shardings={name: like.sharding for name, like in parts.items()})(kernel)
-
-
-def _original_params(model: ShardedModel) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the parameters of a model, or of the one that it was made of; quantized kernels as float32."""
-    if model.model.adapted is None:
-        return paths_of(model.abstract_params)
-    shapes = parameter_shapes(model.model.adapted.original)
-    floats = {}
-    for path, leaf in by_path(model.abstract_params, is_leaf=is_kernel).items():
-        base = leaf.base if isinstance(leaf, LowRankKernel) else leaf
-        if is_quantized(base):
-            shape = shapes[path].shape
-            sharding = model.layout.named(parameter_spec(path, shape, model.layout))
-            base = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        floats[path] = base
-    return floats
-
-
 # --- Arrays, a published model, a checkpoint. ---
 
 
-def _tree_source(name: str, tree: Any) -> _Source:
+def _tree_source(name: str, tree: Any) -> Source:
     leaves = {path: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for path, leaf in paths_of(tree).items()}
 
     def read(abstract: Abstract) -> Mapping[str, Any]:
         return {path: jax.device_put(leaves[path], like.sharding) for path, like in abstract.items()}
 
-    return _Source(name, leaves, read, is_borrowed=True)
+    return Source(name, leaves, read, is_borrowed=True)
 
 
-def _published_sources(
-    path: str, model: ShardedModel, adapter: str | os.PathLike[str] | None
-) -> tuple[_Source, _Source]:
+def _published_sources(path: str, model: ShardedModel, adapter: str | os.PathLike[str] | None) -> tuple[Source, Source]:
     """Return the parameters and the model_state of a published folder or GGUF file."""
     published = open_published(path)
     settings = settings_in(path, published.settings)
-    known = _original_params(model)
+    known = original_params(model)
     if "output" in known and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
     if "vocab_size" in settings:
@@ -341,7 +128,7 @@ def _published_sources(
     return params, _published_source(published, places.model_state, paths_of(model.abstract_model_state))
 
 
-def _published_source(published: PublishedModel, places: Mapping[str, Place], known: Mapping[str, Any]) -> _Source:
+def _published_source(published: PublishedModel, places: Mapping[str, Place], known: Mapping[str, Any]) -> Source:
     def read(abstract: Abstract) -> Mapping[str, jax.Array]:
         return read_places(published, places, abstract)
 
@@ -353,10 +140,10 @@ def _published_source(published: PublishedModel, places: Mapping[str, Place], kn
         # Floats are cast to what the model stores while they are read, one slice at a time.
         dtype = known[path].dtype if path in known else place.dtype
         leaves[path] = jax.ShapeDtypeStruct(place.shape, dtype)
-    return _Source(f"the model in {published.path}", leaves, read, read_quantized)
+    return Source(f"the model in {published.path}", leaves, read, read_quantized)
 
 
-def _with_adapter(base: _Source, adapter: str | os.PathLike[str], rows: Sequence[Row], model: ShardedModel) -> _Source:
+def _with_adapter(base: Source, adapter: str | os.PathLike[str], rows: Sequence[Row], model: ShardedModel) -> Source:
     """Return a source with the factors of an adapter, and with what else it trains, in place of those of its base."""
     opened = open_adapter(os.fspath(adapter), rows)
     lora = None if model.model.adapted is None else model.model.adapted.lora
@@ -379,25 +166,43 @@ def _with_adapter(base: _Source, adapter: str | os.PathLike[str], rows: Sequence
     return replace(base, leaves={**base.leaves, **opened.leaves}, read=read)
 
 
-def _load_checkpoint(path: str, target: _Target, model_state: _Source | None) -> Weights:
+def _load_checkpoint(path: str, target: Target, model_state: Source | None) -> Weights:
     """Read the newest intact step at a path, or the step that the path names."""
     checkpoint = find_checkpoint(path)
-    model = target.model
-    known = {**_original_params(model), **paths_of(model.abstract_params)}
     with Checkpointer(checkpoint.directory, read_only=True) as checkpointer:
 
         def read(step: int) -> Weights:
-            info = checkpointer.info(step)
-            params = _saved_source("params", path, info, checkpointer, known)
-            base = base_of(info.metadata)
-            if base is not None:
-                params = _with_base(params, path, base, model)
-            state = _saved_source("model_state", path, info, checkpointer, paths_of(model.abstract_model_state))
-            return _fill(target, params, model_state or state)
+            saved = open_step(checkpointer, step, target.model, path=path)
+            return fill(target, saved.params, model_state or saved.model_state)
 
         if checkpoint.step is not None:
             return read(checkpoint.step)
         return read_newest_intact(checkpointer, read, report=print_remark)
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What a checkpoint holds of a model: `averaged` are paths of parameters whose averages are taken."""
+
+    params: Source
+    model_state: Source
+    averaged: frozenset[str]
+    has_base: bool
+
+
+def open_step(
+    checkpointer: Checkpointer, step: int, model: ShardedModel, *, path: str, moved_to: str | None = None
+) -> SavedStep:
+    info = checkpointer.info(step)
+    names = _saved_names("params", info, {**original_params(model), **paths_of(model.abstract_params)})
+    averaged = frozenset(path for path, name in names.items() if name.startswith("ema."))
+    params = _saved_source(f"params of {path}, step {step},", names, info, checkpointer)
+    base = base_of(info.metadata)
+    if base is not None:
+        params = _with_base(params, base, model, run_dir=path, moved_to=moved_to)
+    names = _saved_names("model_state", info, paths_of(model.abstract_model_state))
+    model_state = _saved_source(f"model_state of {path}, step {step},", names, info, checkpointer)
+    return SavedStep(params, model_state, averaged, base is not None)
 
 
 def read_newest_intact(
@@ -428,27 +233,28 @@ def read_newest_intact(
     raise CheckpointError(f"no checkpoint in {checkpointer.directory}; the run saves one at its end or on a signal")
 
 
-def _saved_source(
-    part: str, path: str, info: CheckpointInfo, checkpointer: Checkpointer, known: Mapping[str, Any]
-) -> _Source:
-    """Return one part of a saved state, by the paths that the model (`known`) has for it, which may hold dots."""
-    model_paths = {stored_name(inner): inner for inner in known}
-    names: dict[str, str] = {}  # path in the model -> stored name
+def _saved_names(part: str, info: CheckpointInfo, known: Collection[str]) -> dict[str, str]:
+    """Return path in the model -> stored name of a part of a state; paths of the model (`known`) may hold dots."""
+    model_paths = {stored_name(path): path for path in known}
+    names = {}
     for prefix in (f"{part}.", f"{_AVERAGES[part]}."):
         for name in info.leaves:
             if name.startswith(prefix):
                 inner = name.removeprefix(prefix)
                 names[model_paths.get(inner, shown_name(inner))] = name
+    return names
 
+
+def _saved_source(source: str, names: Mapping[str, str], info: CheckpointInfo, checkpointer: Checkpointer) -> Source:
     def read(abstract: Abstract) -> Mapping[str, Any]:
-        arrays = checkpointer.read({names[inner]: like for inner, like in abstract.items()}, step=info.step)
-        return {inner: arrays[names[inner]] for inner in abstract}
+        arrays = checkpointer.read({names[path]: like for path, like in abstract.items()}, step=info.step)
+        return {path: arrays[names[path]] for path in abstract}
 
     leaves = {}
-    for inner, name in names.items():
+    for path, name in names.items():
         shape, dtype = info.leaves[name]
-        leaves[inner] = jax.ShapeDtypeStruct(shape, _saved_dtype(dtype))
-    return _Source(f"{part} of {path}, step {info.step},", leaves, read)
+        leaves[path] = jax.ShapeDtypeStruct(shape, _saved_dtype(dtype))
+    return Source(source, leaves, read)
 
 
 def _saved_dtype(name: str) -> Any:
@@ -460,12 +266,12 @@ def _saved_dtype(name: str) -> Any:
 # --- The base below adapters. ---
 
 
-def _with_base(saved: _Source, path: str, record: BaseRecord, model: ShardedModel) -> _Source:
+def _with_base(saved: Source, record: BaseRecord, model: ShardedModel, *, run_dir: str, moved_to: str | None) -> Source:
     """Return the parameters of an adapter run: what its checkpoint holds, and its base, from where that is."""
     if model.model.adapted is None:
         raise ConfigError(
-            f"{path} holds adapters of {record.text}, and not its weights; adapt the model with the same settings, or "
-            f"write the merged weights with jaxtrain export {path} FOLDER --merge"
+            f"{run_dir} holds adapters of {record.text}, and not its weights; adapt the model with the same settings, "
+            f"or write the merged weights with jaxtrain export {run_dir} FOLDER --merge"
         )
     base = {}
     for name, leaf in paths_of(model.abstract_params).items():
@@ -475,9 +281,10 @@ def _with_base(saved: _Source, path: str, record: BaseRecord, model: ShardedMode
     def read(abstract: Abstract) -> Mapping[str, Any]:
         arrays = dict(saved.read({name: like for name, like in abstract.items() if name in saved.leaves}))
         frozen = abstract.keys() & base.keys()
-        return arrays | paths_of(restore_base(model, record, run_dir=path, only=frozen.__contains__))
+        params = restore_base(model, record, run_dir=run_dir, only=frozen.__contains__, moved_to=moved_to)
+        return arrays | paths_of(params)
 
-    return _Source(saved.name, {**saved.leaves, **base}, read)
+    return Source(saved.name, {**saved.leaves, **base}, read)
 
 
 def restore_base(
@@ -511,7 +318,7 @@ def restore_base(
         return jax.ShapeDtypeStruct(like.shape, jnp.dtype(dtype), sharding=like.sharding)
 
     recorded = jax.tree_util.tree_map_with_path(as_recorded, model.abstract_params)
-    target = _Target(replace(model, abstract_params=recorded), lambda path: False, record.skip, only)
+    target = Target(replace(model, abstract_params=recorded), lambda path: False, record.skip, only)
     source = moved_to or record.path
     arrays = {} if source is None else paths_of(_load_base(source, target, run_dir).params)
     drawn = {path: like for path, like in paths_of(recorded).items() if only(path) and path not in arrays}
@@ -521,10 +328,10 @@ def restore_base(
     for path, like in paths_of(model.abstract_params).items():
         if path in arrays and arrays[path].dtype != like.dtype:
             arrays[path] = arrays[path].astype(like.dtype)
-    return _as_tree(arrays, recorded)
+    return as_tree(arrays, recorded)
 
 
-def _load_base(source: str, target: _Target, run_dir: str | Path) -> Weights:
+def _load_base(source: str, target: Target, run_dir: str | Path) -> Weights:
     if not is_store_address(source) and not Path(source).exists():
         raise CheckpointError(
             f"the base of {run_dir} is gone: {source} is not there, and a checkpoint of adapters does not hold it; put "

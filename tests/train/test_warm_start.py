@@ -162,10 +162,10 @@ def ours(params: dict[str, Any]) -> dict[str, Any]:
 
 HEAD = {"kernel": np.zeros((16, 4), np.float32), "bias": np.zeros(4, np.float32)}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no head": (dict(source=ours({})), r"head/bias is missing \(2 missing, 0 too many\).* with skip=\[\"head/\*\"\]"),
+    "no head": (dict(source=ours({})), r"head/bias is missing \(2 in all differ\).* write skip=\[\"head/\*\"\]"),
     "shape": (
         dict(source=ours({**HEAD, "bias": np.zeros(3, np.float32)})),
-        r"head/bias is float32\[3\], not float32\[4\]; .* with skip=\[\"head/\*\"\]",
+        r"head/bias is float32\[3\], not float32\[4\] .* write skip=\[\"head/\*\"\]",
     ),
     "pattern of nothing": (
         dict(source=ours(HEAD), skip=["hed/*"]),
@@ -183,5 +183,5 @@ def test_what_cannot_be_a_start_is_one_line(given: dict[str, Any], words: str, f
 
 def test_a_run_with_another_head_is_one_line(trained: Any, new_head: TrainStep) -> None:
     run, _ = trained
-    with pytest.raises(jt.ConfigError, match=r"step 4, does not fit this step: head/bias is float32\[4\].*\"head/\*\""):
+    with pytest.raises(jt.ConfigError, match=r"step 4, does not fit the model of this step: head/bias is float32\[4\].*\"head/\*\""):
         jt.load_weights(new_head, run)
