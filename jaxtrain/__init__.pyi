@@ -5,6 +5,9 @@ from .config.load import load_config as load_config
 from .config.schema import Config as Config
 from .config.schema import EarlyStopping as EarlyStopping
 from .config.schema import LoraConfig as LoraConfig
+from .config.schema import Parallelism as Parallelism
+from .config.schema import Remat as Remat
+from .config.schema import SpikeRule as SpikeRule
 from .data.batches import Batches as Batches
 from .data.batches import prefetch as prefetch
 from .data.dataset import Data as Data
@@ -66,7 +69,6 @@ from .optim.wrappers import elementwise as elementwise
 from .precision.policy import LossScaling as LossScaling
 from .precision.policy import Policy as Policy
 from .precision.policy import get_policy as get_policy
-from .remat.policy import Remat as Remat
 from .run.callbacks import Callback as Callback
 from .run.callbacks import Moment as Moment
 from .run.fit import fit as fit
@@ -75,13 +77,13 @@ from .run.trainer import Result as Result
 from .runtime.distributed import is_main_process as is_main_process
 from .runtime.distributed import start as start
 from .train.build import build_step as build_step
-from .train.parallelism import Parallelism as Parallelism
-from .train.parallelism import shard_model as shard_model
-from .train.spikes import SpikeRule as SpikeRule
+from .train.build import shard_model as shard_model
+from .train.first_state import Weights as Weights
 from .train.state import EvaluationState as EvaluationState
 from .train.state import TrainState as TrainState
 from .train.step import TrainStep as TrainStep
 from .train.step import make_train_step as make_train_step
+from .weights.load import load_weights as load_weights
 from .weights.peft import load_adapter as load_adapter
 from .weights.peft import save_adapter as save_adapter
 from .weights.pretrained import Pretrained as Pretrained

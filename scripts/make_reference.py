@@ -23,7 +23,7 @@ from jaxtrain.config.schema import Config
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 
-# Beginning of the module that a name is defined in -> the page that describes it; the first row that fits.
+# Beginning of the module and name -> the page that describes it; the first row that fits.
 GROUPS = (
     ("jaxtrain.errors", "errors"),
     ("jaxtrain.data", "data"),
@@ -33,10 +33,13 @@ GROUPS = (
     ("jaxtrain.models.shard", "layout"),
     ("jaxtrain.models", "models"),
     ("jaxtrain.inference", "models"),
-    ("jaxtrain.remat", "models"),
+    ("jaxtrain.config.schema.Remat", "models"),
     ("jaxtrain.optim", "optimizers"),
     ("jaxtrain.precision", "train"),
-    ("jaxtrain.train.parallelism", "layout"),
+    ("jaxtrain.train.build.shard_model", "layout"),
+    ("jaxtrain.config.schema.Parallelism", "layout"),
+    ("jaxtrain.config.schema.SpikeRule", "train"),
+    ("jaxtrain.weights.load", "train"),
     ("jaxtrain.train", "train"),
     ("jaxtrain.layout", "layout"),
     ("jaxtrain.runtime", "layout"),
@@ -87,7 +90,7 @@ class Entry:
     @property
     def group(self) -> str:
         """The page that describes it."""
-        return next(group for begin, group in GROUPS if self.module.startswith(begin))
+        return next(group for begin, group in GROUPS if f"{self.module}.{self.name}".startswith(begin))
 
     @property
     def summary(self) -> str:

@@ -48,8 +48,17 @@ TaskConfig = Annotated[
 ]
 
 
-class ParallelConfig(Group):
-    """Degrees (sizes) of the six mesh axes, and their options; the degrees multiply to the number of devices."""
+class Parallelism(Group):
+    """Degrees (sizes) of the six mesh axes, and their options; the degrees multiply to the number of devices.
+
+    `make_train_step` and `shard_model` make the mesh of these degrees, or take the mesh that they are given: then its
+    degrees hold, and setting others here is an error.
+
+    Example:
+        >>> step = jt.make_train_step(
+        ...     model, jt.classification(), optax.adamw(1e-3), parallelism=jt.Parallelism(fsdp=1, zero=1)
+        ... )
+    """
 
     auto: bool = False
     """Let the planner choose degrees, ZeRO and pipeline for the available devices; short form: parallel: auto."""
@@ -94,8 +103,17 @@ BLOCK_INPUT = "block_input"
 TensorName = Literal["query", "key", "value", "attention_output", "attention_projection", "mlp_hidden", "mlp_output"]
 
 
-class RematConfig(Group):
-    """Which activations of a block are kept for the backward pass."""
+class Remat(Group):
+    """Which activations of a block are kept for the backward pass.
+
+    Example:
+        >>> model = jt.build_model(
+        ...     {"kind": "transformer", "num_layers": 2, "embed_dim": 16, "num_heads": 2},
+        ...     input_shape=(8,),
+        ...     vocab_size=256,
+        ...     remat=jt.Remat(policy="names", names=("attention_output",)),
+        ... )
+    """
 
     policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
     """What is kept. none: all; full: block inputs; dots: matmul results; sqrt: sqrt(N) segment inputs; names: those."""
@@ -297,8 +315,23 @@ class LoggingConfig(Group):
     """Write report.html at the end."""
 
 
-class SpikesConfig(Group):
-    """Skips steps whose loss or gradient norm is far above that of earlier steps (docs/reliability.md)."""
+class SpikeRule(Group):
+    """Skips steps whose loss or gradient norm is far above that of earlier steps (docs/reliability.md).
+
+    A step is a spike if its loss or its gradient norm (before clipping) is more than `sigmas` standard deviations above
+    the mean of the last `window` accepted steps. A deviation below a thousandth of the mean counts as a thousandth. The
+    history is part of the train state, in float32, so that a run that is resumed judges every step as one that was not
+    interrupted.
+
+    Example:
+        >>> rule = jt.SpikeRule(window=128, sigmas=6.0)
+        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), spikes=rule)
+        >>> state, metrics = step(step.init(0), step.loader(batches)(0))
+        >>> int(metrics["spikes"])
+        0
+
+    Source: the rolling window of 128 steps and 6 deviations is that of OLMo 2 (Team OLMo, arXiv 2501.00656).
+    """
 
     watch: Literal["loss", "grad_norm", "both"] = "both"
     """The metrics that are compared."""
@@ -430,11 +463,11 @@ class Config(Group):
     """Fine-tuning with low-rank adapters (LoRA), and the number format of the frozen weights."""
     optimizer: OptimizerConfig = AdamWConfig()
     """How the parameters are updated."""
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Parallelism = Parallelism()
     """How the step is sharded over devices."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats of parameters and computation."""
-    remat: RematConfig = RematConfig()
+    remat: Remat = Remat()
     """Which activations are kept for the backward pass, and which are recomputed."""
     loss: LossConfig = LossConfig()
     """The loss of language models, classes and preferences."""
@@ -446,7 +479,7 @@ class Config(Group):
     """Evaluation on held-out rows, and samples of text."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are written."""
-    spikes: SpikesConfig | None = None
+    spikes: SpikeRule | None = None
     """Skip steps whose loss or gradient norm is a spike ({}: with the defaults); null: never."""
     profile: ProfileConfig = ProfileConfig()
     """Steps to record with the profiler."""

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.config.arguments import check_whole, refusal
 from jaxtrain.errors import ConfigError, DataError, first_line
 from jaxtrain.runtime.devices import usable_cores
-from jaxtrain.runtime.tree import path_name
+from jaxtrain.runtime.tree import check_bits, path_name
 
 if TYPE_CHECKING:
     import grain
@@ -247,16 +247,6 @@ def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
         f"{source}: token {inputs[tuple(first)]} at position {position} is outside the vocabulary of {vocab_size}; "
         "use the tokenizer the data was made with, or a model with a larger vocab_size"
     )
-
-
-def check_bits(leaf: np.ndarray, where: str) -> None:
-    """Raises a DataError where integers (of `where`) do not fit into the type that jax holds them in."""
-    if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
-        return
-    kept = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    worst = max(int(leaf.max()), int(leaf.min()), key=abs)
-    if not kept.min <= worst <= kept.max:
-        raise DataError(f"{where} of {worst}, outside the range of {kept.dtype}; store them as float32")
 
 
 def _stacked(rows: list[Any]) -> Batch:

@@ -48,9 +48,9 @@ from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import build_task
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.train.build import build_sharded_model, parallelism_of, with_output_scale
+from jaxtrain.train.build import build_sharded_model, with_output_scale
 from jaxtrain.train.state import EvaluationState
-from jaxtrain.weights.load import accept_start
+from jaxtrain.weights.load import load_weights
 from jaxtrain.weights.restore import restore_for_evaluation
 
 if TYPE_CHECKING:
@@ -281,8 +281,10 @@ class OpenedRun(OpenedModel):
     @functools.cached_property
     def evaluator(self) -> Evaluator:
         """Computes the metrics of the run's task: `run.evaluator(run.state, batches)`."""
-        parallelism, options = parallelism_of(self.config), self.config.compiler_options
-        return Evaluator(self.sharded_model, self.task, parallelism=parallelism, compiler_options=options)
+        config = self.config
+        return Evaluator(
+            self.sharded_model, self.task, parallelism=config.parallel, compiler_options=config.compiler_options
+        )
 
     def evaluate(self, data: Any = None) -> dict[str, Any]:
         """The metrics of the run's task: `eval_loss` and the others as `eval_*`.
@@ -357,12 +359,11 @@ class OpenedFolder(OpenedModel):
         theirs = [row.path for row in published_family(path).tensors(settings) if isinstance(row, Entry)]
         known = [*theirs, *parameter_shapes(model.model)]
         fresh = [one for one in fresh_parts(self.config.model) if any(fnmatch.fnmatchcase(name, one) for name in known)]
-        over = None if self._adapter is None else str(self._adapter)
-        start = accept_start(path, None, fresh, sharded_model=model, trains=lambda name: False, adapter=over)
-        if start.params is None or jax.tree.structure(start.params) != jax.tree.structure(model.abstract_params):
+        weights = load_weights(model, path, skip=fresh, adapter=self._adapter)
+        if weights.params is None or jax.tree.structure(weights.params) != jax.tree.structure(model.abstract_params):
             raise ConfigError(f"{path} has no weights for the requested head; leave model.head out")
-        params = quantized(start.params, model, self._quantize, report=print_remark)
-        return EvaluationState(params, start.model_state or {})
+        params = quantized(weights.params, model, self._quantize, report=print_remark)
+        return EvaluationState(params, weights.model_state or {})
 
 
 def open_model(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
-from jaxtrain.config.schema import AXES, ParallelConfig
+from jaxtrain.config.schema import AXES, Parallelism
 from jaxtrain.errors import ConfigError
 
 # The mesh axes that shard one dim, as in a PartitionSpec; None: the dim is not sharded.
@@ -93,7 +93,7 @@ def resolve_degrees(degrees: Mapping[str, int | Literal["auto"]], num_devices: i
     return {axis: fixed[axis] if axis in fixed else num_devices // product for axis in AXES}
 
 
-def config_degrees(config: ParallelConfig) -> dict[str, int | Literal["auto"]]:
+def config_degrees(config: Parallelism) -> dict[str, int | Literal["auto"]]:
     """Returns the degrees of all six axes, in mesh order, as the group `parallel` says; one of them may be auto.
 
     `data` is auto unless another axis is. ZeRO stage 3 over `data` is what the axis `fsdp` does: with `zero=3` the

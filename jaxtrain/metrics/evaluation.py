@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import Config
+from jaxtrain.config.schema import Parallelism
 from jaxtrain.data import Batches, prefetch
 from jaxtrain.data.configured import reading_threads
 from jaxtrain.data.rows import evaluated_rows
@@ -21,9 +22,9 @@ from jaxtrain.parallel.division import batch_shards, check_task_stages, step_mic
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.runtime.distributed import compiled_by_all
 from jaxtrain.train.batch import BatchFeed
-from jaxtrain.train.parallelism import Parallelism, check_parts, make_pipeline, microbatches
+from jaxtrain.train.options import divided_by, make_pipeline
 from jaxtrain.train.program import evaluation_sums
-from jaxtrain.train.state import EvaluationState, TrainState
+from jaxtrain.train.state import EvaluationState, TrainState, check_parts
 from jaxtrain.train.step import TrainStep, check_not_donated
 
 TO_HOLD_OUT = "set data.validation_fraction, or give fit validation=0.1"
@@ -72,7 +73,7 @@ class Evaluator:
             check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
             self._sharded_model, self._task = step, task
             self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
-            self.feed = BatchFeed(step, task, microbatches(self._pipeline, 1))
+            self.feed = BatchFeed(step, task, divided_by(self._pipeline, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         self._jitted = jax.jit(self._sums, static_argnums=5, compiler_options={**options.used} or None)
         self._compiled: set[int | None] = set()

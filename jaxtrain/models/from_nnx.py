@@ -15,13 +15,14 @@ from flax import nnx
 from jax.core import Tracer
 
 from jaxtrain.config.arguments import shown
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.gather import gather_parameters
 from jaxtrain.layout.keys import shard_key
 from jaxtrain.layout.scatter import attach_sums, enter_stack, leave_stack
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.model import Model, ModelState, Params, Parts, PartsApply, by_row_as
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL, scan_blocks
 
 Call = Callable[[nnx.Module, Any, jax.Array | None, bool], Any]
 
@@ -229,7 +230,7 @@ def scan_stack(
         return (carry, passing), (output, to_dict(nnx.state(module, nnx.Not(nnx.Param))))
 
     layers = (stacked_params, stacked_rest, first_layer + jnp.arange(num_layers), per_layer)
-    (carry, passed), (outputs, changed) = remat.scan(block, (carry, enter_stack(path)), layers)
+    (carry, passed), (outputs, changed) = scan_blocks(remat, block, (carry, enter_stack(path)), layers)
     leave_stack(passed)
     nnx.update(stack, from_dict(rest, changed))
     return carry, outputs
@@ -294,7 +295,7 @@ def from_stages(
             f"a model of stages holds parameters only, but {'/'.join(map(str, path))} is not a parameter; draw random "
             "numbers from the key that embed and block get, wrap constants in nnx.Param, or use from_nnx"
         )
-    stages = _Stages(stack, graph, template, *nnx.split(getattr(abstract, stack)), remat or Remat(), per_layer)
+    stages = _Stages(stack, graph, template, *nnx.split(getattr(abstract, stack)), remat or KEEP_ALL, per_layer)
     if axes is None:
         # The metadata of a stacked parameter names the dims of one layer only.
         axes = {

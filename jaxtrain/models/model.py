@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtrain.config.schema import LoraConfig
+from jaxtrain.config.schema import LoraConfig, Remat
 from jaxtrain.layout.gather import gather_after
 from jaxtrain.layout.keys import shard_key
 from jaxtrain.layout.mesh import parameters_text
@@ -14,7 +14,6 @@ from jaxtrain.layout.rules import check_axes
 from jaxtrain.layout.scatter import hide_stack_sums, without_parts
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits, compute_logits
-from jaxtrain.remat.policy import Remat
 
 LOW_RANK = ("lora_a", "lora_b")
 """Last parts of the paths of adapters."""

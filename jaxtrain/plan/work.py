@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig
-from jaxtrain.config.schema import Config, RematConfig
+from jaxtrain.config.schema import Config, Remat
 from jaxtrain.metrics.flops import (
     Product,
     backward_passes,
@@ -82,7 +82,7 @@ class BlockWork:
         return self.count * self.bytes * (1 + self.backward + self.recomputed)
 
 
-def recomputed_share(remat: RematConfig, *, matmul: bool, names: tuple[str, ...] = ()) -> float:
+def recomputed_share(remat: Remat, *, matmul: bool, names: tuple[str, ...] = ()) -> float:
     """Share of a block's forward pass that is run again in the backward pass."""
     match remat.policy:
         case "none":
@@ -233,7 +233,7 @@ def _stack(step: DeviceStep, stack: Stack, index: int) -> list[BlockWork]:
     return [*blocks, block("norms, residual, activation", 0.0, moved, recomputed_share(remat, matmul=False))]
 
 
-def _rounded_numbers(remat: RematConfig, weights: float, inputs: float, outputs: float, tokens: float) -> float:
+def _rounded_numbers(remat: Remat, weights: float, inputs: float, outputs: float, tokens: float) -> float:
     """Numbers that a step rounds: weights and inputs for each forward pass, gradients of outputs once."""
     forwards = 1 if remat.policy == "none" else 2
     return forwards * (weights + tokens * inputs) + tokens * outputs

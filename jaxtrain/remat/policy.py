@@ -1,14 +1,13 @@
 """Which activations of a block the backward pass keeps, and where: policies by name, applied in one place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import BLOCK_INPUT, RematConfig
+from jaxtrain.config.schema import BLOCK_INPUT, Remat
 from jaxtrain.layout.sharding import platform
 from jaxtrain.remat.segments import segment_layers
 from jaxtrain.runtime.compiler import note_choice
@@ -25,83 +24,67 @@ Tree = Any
 ScanBody = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
-@dataclass(frozen=True)
-class Remat:
-    """A rematerialisation policy.
+# What a block without a policy has.
+KEEP_ALL = Remat(policy="none")
 
-    Attributes:
-        policy: none (keep everything), full (keep block inputs), dots (keep results of weight matmuls), sqrt (keep the
-            inputs of about sqrt(N) segments of the N blocks; each runs forward twice more), names.
-        names: tensors kept under policy names, out of `TensorName`.
-        offload: tensors moved to the host's memory in the forward pass and back in the backward pass, under policies
-            full and names, out of `TensorName` and `BLOCK_INPUT`.
 
-    Example:
-        >>> model = jt.build_model(
-        ...     {"kind": "transformer", "num_layers": 2, "embed_dim": 16, "num_heads": 2},
-        ...     input_shape=(8,),
-        ...     vocab_size=256,
-        ...     remat=jt.Remat("names", ("attention_output",)),
-        ... )
+def scan_blocks(remat: Remat, body: ScanBody, carry: Tree, layers: Tree, *, unroll: bool = False) -> tuple[Tree, Tree]:
+    """Run `jax.lax.scan(body, carry, layers)` with a backward pass that keeps what a policy says.
+
+    Args:
+        remat: the policy.
+        body: (carry, one layer) -> (carry, output).
+        carry: into the first block.
+        layers: arrays with a leading layer dim.
+        unroll: write the blocks out instead of a loop (not under sqrt, whose segments are loops).
+
+    Returns:
+        The last carry and the outputs, stacked.
     """
+    if remat.offload:
+        on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
+        note_choice("activations", f"{', '.join(remat.offload)} on the host", on_cpu)
+    if remat.policy == "sqrt":
+        return _scan_segments(body, carry, layers)
+    block = _checkpointed(remat, body)
+    if unroll:
+        return _unrolled(block, carry, layers)
+    return jax.lax.scan(block, carry, layers)
 
-    policy: str = "none"
+
+def _checkpointed(remat: Remat, body: ScanBody) -> ScanBody:
+    """Checkpoint one block as every policy but sqrt does."""
+    if remat.policy == "none":
+        return body
+    policies = jax.checkpoint_policies
     names: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    if remat.policy == "names":
+        names = _with_residuals(remat.names)
+    if remat.offload:
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(names),
+            names_which_can_be_offloaded=list(_with_residuals(remat.offload)),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    elif remat.policy == "full":
+        keep = policies.nothing_saveable
+    elif remat.policy == "dots":
+        # Weight matmuls have no batch dims; attention scores do, and are recomputed.
+        keep = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(KERNEL_RESIDUALS, EXPERT_PRODUCTS),
+        )
+    else:
+        keep = policies.save_only_these_names(*names)
+    if BLOCK_INPUT in remat.offload:
+        # What a checkpointed function is given is kept where it is; what it names is not.
+        def named(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
+            return body(jax.tree.map(lambda x: checkpoint_name(x, BLOCK_INPUT), carry), layer)
 
-    def __post_init__(self) -> None:
-        RematConfig(policy=self.policy, names=self.names, offload=self.offload)
-
-    def scan(self, body: ScanBody, carry: Tree, layers: Tree, *, unroll: bool = False) -> tuple[Tree, Tree]:
-        """Run `jax.lax.scan(body, carry, layers)` with a backward pass that keeps what this policy says.
-
-        Args:
-            body: (carry, one layer) -> (carry, output).
-            carry: into the first block.
-            layers: arrays with a leading layer dim.
-            unroll: write the blocks out instead of a loop (not under sqrt, whose segments are loops).
-
-        Returns:
-            The last carry and the outputs, stacked.
-        """
-        if self.offload:
-            on_cpu = [("a saving", "on CPU the host's memory is the device's")] if platform() == "cpu" else []
-            note_choice("activations", f"{', '.join(self.offload)} on the host", on_cpu)
-        if self.policy == "sqrt":
-            return _scan_segments(body, carry, layers)
-        wrapped = self._wrap(body)
-        return _unrolled(wrapped, carry, layers) if unroll else jax.lax.scan(wrapped, carry, layers)
-
-    def _wrap(self, body: ScanBody) -> ScanBody:
-        """Checkpoint one block as every policy but sqrt does."""
-        if self.policy == "none":
-            return body
-        policies = jax.checkpoint_policies
-        names = _with_residuals(self.names) if self.policy == "names" else ()
-        keep = {
-            "full": policies.nothing_saveable,
-            # Weight matmuls have no batch dims; attention scores do, and are recomputed.
-            "dots": policies.save_from_both_policies(
-                policies.dots_with_no_batch_dims_saveable,
-                policies.save_only_these_names(KERNEL_RESIDUALS, EXPERT_PRODUCTS),
-            ),
-            "names": policies.save_only_these_names(*names),
-        }[self.policy]
-        if self.offload:
-            keep = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(names),
-                names_which_can_be_offloaded=list(_with_residuals(self.offload)),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
-        if BLOCK_INPUT in self.offload:
-            # What a checkpointed function is given is kept where it is; what it names is not.
-            def named(carry: Tree, layer: Tree) -> tuple[Tree, Tree]:
-                return body(jax.tree.map(lambda x: checkpoint_name(x, BLOCK_INPUT), carry), layer)
-
-            return jax.checkpoint(named, policy=keep, prevent_cse=False)
-        # A scan already keeps forward and backward apart, so the barrier against CSE would only cost time.
-        return jax.checkpoint(body, policy=keep, prevent_cse=False)
+        return jax.checkpoint(named, policy=keep, prevent_cse=False)
+    # A scan already keeps forward and backward apart, so the barrier against CSE would only cost time.
+    return jax.checkpoint(body, policy=keep, prevent_cse=False)
 
 
 def _with_residuals(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config import load_config
 from jaxtrain.config.kinds import PREFERENCES
-from jaxtrain.config.schema import AXES, EarlyStopping
+from jaxtrain.config.schema import AXES, EarlyStopping, Parallelism
 from jaxtrain.data.configured import with_batch_size
 from jaxtrain.data.sources.given import data_of, renamed
 from jaxtrain.errors import ConfigError
@@ -22,8 +22,7 @@ from jaxtrain.run.directory import numbered_folder, run_folder
 from jaxtrain.run.spec import RunSpec, with_callbacks
 from jaxtrain.run.trainer import Result, train
 from jaxtrain.runtime import distributed
-from jaxtrain.train.parallelism import Parallelism, check_parts
-from jaxtrain.train.state import EvaluationState, TrainState
+from jaxtrain.train.state import EvaluationState, TrainState, check_parts
 
 
 def fit(
@@ -139,7 +138,7 @@ def fit(
     if shipped in TASKS:
         settings["task"] = shipped
     if parallelism is not None:
-        settings["parallel"] = dataclasses.asdict(parallelism)
+        settings["parallel"] = parallelism.model_dump(exclude_unset=True)
     if mesh is not None:
         settings.setdefault("parallel", {}).update({axis: mesh.shape[axis] for axis in AXES})
     model_state = None

@@ -26,6 +26,7 @@ from jaxtrain.run.spec import RunSpec
 from jaxtrain.run.start import describe_start, start_of, trained_leaves
 from jaxtrain.runtime import distributed
 from jaxtrain.weights.base import without_base
+from jaxtrain.weights.load import load_weights
 
 # Rows of what is not there are made up: nothing is trained on them.
 _MADE_UP_ROWS = 64
@@ -53,7 +54,7 @@ def import_run(
     run = assemble(RunSpec(dataclasses.replace(loaded, name=run_dir.name), run_dir), open_run_data(config))
     start = start_of(run)
     with spent.measure("creating state"):
-        state = jax.block_until_ready(run.step.init(config.seed, **start))
+        state = jax.block_until_ready(run.step.init(config.seed, load_weights(run.step, **start)))
     adapter_base = describe_start(run, state, start)
     metadata = run_metadata(run)
     metadata["base"] = None if adapter_base is None else adapter_base.as_json()

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.schema import SpikesConfig
+from jaxtrain.config.schema import SpikeRule
 from jaxtrain.errors import DivergedError
 from jaxtrain.layout.mesh import mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
@@ -75,7 +75,7 @@ def _devices_line(run: Run) -> str:
 class BadSteps:
     """Reports which steps were skipped, by their metrics."""
 
-    def __init__(self, spikes: SpikesConfig | None, progress: Progress) -> None:
+    def __init__(self, spikes: SpikeRule | None, progress: Progress) -> None:
         self._spikes = spikes
         self._progress = progress
         self._num_shown = 0

@@ -8,6 +8,7 @@ from typing import Any
 import optax
 
 from jaxtrain.config import Loaded, load_config
+from jaxtrain.config.arguments import check_kind
 from jaxtrain.config.schema import EarlyStopping, limits
 from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError
@@ -19,7 +20,7 @@ from jaxtrain.run.directory import folder_of
 from jaxtrain.run.spec import RunSpec, with_callbacks
 from jaxtrain.run.trainer import Result, train
 from jaxtrain.runtime import distributed
-from jaxtrain.train.parallelism import check_parts
+from jaxtrain.train.state import check_parts
 
 
 def run_config(
@@ -83,7 +84,9 @@ def run_config(
         compilation_cache=loaded.config.compilation_cache,
         lost_seconds=None if watchdog is None else watchdog.lost_seconds,
     )
-    check_parts(**parts)
+    check_parts(model=model, task=task, optimizer=optimizer)
+    if data is not None:
+        check_kind(data, Data, what="data", takes="a jaxtrain.Data", write="jaxtrain.open_data({'kind': ...})")
     if optimizer is None and learning_rate is not None:
         raise ConfigError(
             "learning_rate= is what the metrics show of optimizer=, which is not given; for the config's optimizer set "

@@ -52,7 +52,7 @@ def start_notes(run: Run) -> list[str]:
 
 
 def start_of(run: Run) -> dict[str, Any]:
-    """Return the arguments of `TrainStep.init` besides the seed: what the run begins with.
+    """Return the arguments of `load_weights` besides the step: what the run begins with.
 
     Raises:
         ConfigError: arrays for the base of adapters, which checkpoints could not name.
@@ -66,7 +66,7 @@ def start_of(run: Run) -> dict[str, Any]:
         skip += fresh_parts(run.config.model)
     if source is not None and trained_leaves(run.step) is not None:
         source = _lasting(source)
-    return {"params": source, "model_state": spec.model_state, "skip": skip, "adapter": run.config.finetune.adapter}
+    return {"source": source, "model_state": spec.model_state, "skip": skip, "adapter": run.config.finetune.adapter}
 
 
 def _lasting(source: Any) -> str:
@@ -90,7 +90,7 @@ def describe_start(run: Run, state: TrainState, start: Mapping[str, Any]) -> Bas
     trains = trained_leaves(run.step)
     if trains is None:
         return None
-    path = start["params"]
+    path = start["source"]
     seed = run.config.seed
     if path is None:
         return describe_base(state.params, trains, format="drawn", path=None, seed=seed)

@@ -57,6 +57,7 @@ from jaxtrain.runtime.distributed import check_devices, is_main_process, on_main
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.update import Metrics
 from jaxtrain.weights.base import BaseRecord, without_base
+from jaxtrain.weights.load import load_weights
 
 _STATUS: dict[type[BaseException], str] = {
     PreemptedError: "preempted",
@@ -218,7 +219,7 @@ class Trainer:
         start = start_of(run)
         with ThreadPoolExecutor(1) as pool:
             # Compiling the initialization takes about as long as compiling the step, so the two run side by side.
-            created = pool.submit(lambda: run.step.init(run.config.seed, **start))
+            created = pool.submit(lambda: run.step.init(run.config.seed, load_weights(run.step, **start)))
             with self.spent.measure("compiling"):
                 compile_step(run, traced, self.progress, created)
             with self.progress.phase("creating state"), self.spent.measure("creating state"):

@@ -1,6 +1,8 @@
-"""Leaves of a pytree: their names as people see them everywhere (`blocks/attention/query/kernel`), deleted arrays."""
+"""Leaves of a pytree: their names (`blocks/attention/query/kernel`), deleted arrays, integers that are too large."""
 
 from typing import Any
+
+from jaxtrain.errors import DataError
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -45,3 +47,16 @@ def first_deleted(tree: Any) -> str | None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if isinstance(leaf, jax.Array) and leaf.is_deleted()
     )
+
+
+def check_bits(leaf: Any, where: str) -> None:
+    """Raise a `DataError` where integers of a NumPy array (`where`) do not fit into the type that jax holds them in."""
+    import jax
+    import numpy as np
+
+    if not np.issubdtype(leaf.dtype, np.integer) or not leaf.size:
+        return
+    limits = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    largest = max(int(leaf.max()), int(leaf.min()), key=abs)
+    if not limits.min <= largest <= limits.max:
+        raise DataError(f"{where} of {largest}, outside the range of {limits.dtype}; store them as float32")

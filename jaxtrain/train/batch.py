@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.schema import IGNORED
-from jaxtrain.data.batches import check_bits
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import RENAME, CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
+from jaxtrain.runtime.tree import check_bits
 
 
 class BatchSource(Protocol):
@@ -31,15 +31,21 @@ class BatchSource(Protocol):
 
 
 class BatchFeed:
-    """How batches reach a model on its mesh: sharded, and with ids that the model has."""
+    """How batches reach a model on its mesh: sharded, and with ids that the model has.
+
+    `microbatches` is their number, by which rows divide, under the name of the setting that gives it.
+    """
 
     def __init__(self, sharded_model: ShardedModel, task: Task, microbatches: Mapping[str, int]):
-        self.sharded_model, self.task, self.microbatches = sharded_model, task, microbatches
+        self.sharded_model = sharded_model
+        self.task = task
+        self.microbatches = microbatches
         self._known_limits: dict[str, int] | None = None
-        self._known_shardings: tuple[Any, list[NamedSharding]] | None = None
+        self._placed_like: Any = None
+        self._placed_shardings: list[NamedSharding] = []
 
     def check(self, batch: Any) -> None:
-        """Raise a `ConfigError` where something is no batch that the task can take."""
+        """Raise a `ConfigError` where something is not a batch that the task can take."""
         if not isinstance(batch, Mapping) or not batch:
             raise ConfigError(f"a batch is a dict of arrays such as {{'inputs': x, 'targets': y}}, not {shown(batch)}")
         if not self.task.calls_model and "inputs" not in batch:
@@ -53,22 +59,25 @@ class BatchFeed:
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
     def is_placed(self, batch: Mapping[str, Any]) -> bool:
-        """Whether every entry of a batch is an array on the mesh, sharded as a compiled step takes it."""
+        """Return whether every entry of a batch is an array on the mesh, sharded as a compiled step takes it."""
         leaves, structure = jax.tree.flatten(dict(batch))
-        if not all(isinstance(leaf, jax.Array) and leaf.committed for leaf in leaves):
-            return False
-        shapes = (structure, [leaf.shape for leaf in leaves])
-        if self._known_shardings is None or self._known_shardings[0] != shapes:
-            self._known_shardings = (shapes, jax.tree.leaves(self.shardings(batch)))
-        wanted = self._known_shardings[1]
-        return all(
-            leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf, sharding in zip(leaves, wanted, strict=True)
-        )
+        for leaf in leaves:
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                return False
+        like = (structure, [leaf.shape for leaf in leaves])
+        if like != self._placed_like:
+            self._placed_shardings = jax.tree.leaves(self.shardings(batch))
+            self._placed_like = like
+        for leaf, sharding in zip(leaves, self._placed_shardings, strict=True):
+            if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                return False
+        return True
 
     def loader(self, batches: BatchSource) -> Callable[[int], dict[str, Any]]:
         """See `TrainStep.loader`."""
         spec = batches.spec()
-        shardings, limits = self.shardings(spec), self._limits(spec)
+        shardings = self.shardings(spec)
+        limits = self._limits(spec)
 
         def load(k: int) -> dict[str, Any]:
             return batches.load(k, shardings, check=functools.partial(check_ids, limits=limits, where=f"batch {k}"))
@@ -85,14 +94,14 @@ class BatchFeed:
         return jax.device_put(batch, shardings)
 
     def num_classes(self, batch: Mapping[str, Any]) -> int | None:
-        """The number of classes or tokens that the task chooses among; None for another task, or where it is unknown.
+        """Return the number of classes or tokens that the task chooses among; None: it chooses none, or is unknown.
 
         `batch` may be arrays or shapes.
         """
         return self._limits(batch).get("targets")
 
     def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Entry of a batch -> number of ids that it may hold, found once: it may take a trace of the model."""
+        """Return entry of a batch -> number of ids that it may hold, found once: it may take a trace of the model."""
         if self._known_limits is None:
             self._known_limits = _id_limits(self.sharded_model, self.task, batch)
         return self._known_limits
@@ -104,10 +113,13 @@ def batch_shardings(
     batch_axes: Mapping[str, tuple[str | None, ...]],
     microbatches: Mapping[str, int],
 ) -> dict[str, NamedSharding]:
-    """Rows sharded over the batch axes; scalars are replicated.
+    """Return the sharding of each entry: rows over the batch axes; scalars are replicated.
 
-    `batch` are arrays or shapes, global; `batch_axes` those of the task; `microbatches` their number, by which the rows
-    divide, under the name that people know it by.
+    Args:
+        batch: arrays or shapes, global.
+        layout: of the model.
+        batch_axes: of the task.
+        microbatches: their number, by which the rows divide, under the name of the setting that gives it.
     """
     mesh = layout.mesh
 
@@ -125,59 +137,85 @@ def batch_shardings(
 
 
 def _id_limits(sharded_model: ShardedModel, task: Task, batch: Mapping[str, Any]) -> dict[str, int]:
-    """Entry of a batch -> number of ids that it may hold, where that is known.
+    """Return entry of a batch -> number of ids that it may hold, as far as that is known.
 
     The model is traced where it does not say its number of outputs; `batch` may be arrays or shapes.
     """
     model = sharded_model.model
+    limits: dict[str, int] = {}
     if task.calls_model:
         # What the model is given is known inside the loss alone, but a loss may say which entries hold ids.
-        ids = task.loss.ids if isinstance(task.loss, CallingLoss) else ()
-        return {} if model.vocab_size is None else dict.fromkeys(ids, model.vocab_size)
-    limits = {} if model.vocab_size is None else {"inputs": model.vocab_size}
+        if model.vocab_size is not None and isinstance(task.loss, CallingLoss):
+            limits = dict.fromkeys(task.loss.ids, model.vocab_size)
+        return limits
+    if model.vocab_size is not None:
+        limits["inputs"] = model.vocab_size
     if task.num_classes is None:
         return limits
-    if model.num_outputs is not None:
-        return {**limits, "targets": task.num_classes(jax.ShapeDtypeStruct((1, model.num_outputs), jnp.float32))}
+    if model.num_outputs is None:
+        outputs = _output_shapes(sharded_model, batch["inputs"])
+    else:
+        outputs = jax.ShapeDtypeStruct((1, model.num_outputs), jnp.float32)
+    limits["targets"] = task.num_classes(outputs)
+    return limits
 
-    def outputs(params: Params, model_state: ModelState, inputs: Any, key: jax.Array) -> Any:
+
+def _output_shapes(sharded_model: ShardedModel, inputs: Any) -> Any:
+    """Return the outputs of a model in training as shapes; `inputs` may be arrays or shapes."""
+
+    def apply(params: Params, model_state: ModelState, inputs: Any, key: jax.Array) -> Any:
         return sharded_model.apply(params, model_state, inputs, key=key, train=True)[0]
 
-    inputs = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch["inputs"]
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+    return jax.eval_shape(
+        apply,
+        sharded_model.abstract_params,
+        sharded_model.abstract_model_state,
+        jax.tree.map(abstract, inputs),
+        jax.eval_shape(lambda: jax.random.key(0)),
     )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    found = jax.eval_shape(outputs, sharded_model.abstract_params, sharded_model.abstract_model_state, inputs, key)
-    return {**limits, "targets": task.num_classes(found)}
 
 
 def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str) -> None:
-    """Raise a `DataError` at ids that the model does not have, or integers that jax would truncate to 32 bits.
+    """Check the NumPy arrays of a batch; others are left alone.
 
-    Of NumPy arrays alone. `limits`: entry -> number of ids it may hold; `targets` of -100, and those of weight 0, are
-    ignored. `where` is the batch in the message.
+    Args:
+        batch: the batch.
+        limits: entry -> number of ids it may hold; `targets` of -100, and those of weight 0, are ignored.
+        where: the batch in the message.
+
+    Raises:
+        DataError: ids that the model does not have, or integers that jax would truncate to 32 bits.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
         if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             check_bits(leaf, f"{where} holds {path_name(path)}")
     for name, limit in limits.items():
         ids = batch.get(name)
-        ids = ids.get("tokens") if isinstance(ids, Mapping) else ids
-        if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+        if isinstance(ids, Mapping):
+            ids = ids.get("tokens")
+        if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
             continue
-        wrong = (ids >= limit) | (ids < 0)
-        remedy = "fix the data, or give the model more outputs or a larger vocabulary"
+        is_wrong = (ids >= limit) | (ids < 0)
         if name == "targets":
-            wrong &= ids != IGNORED
-            weights = batch.get("weights")
-            if isinstance(weights, np.ndarray) and weights.shape == ids.shape[: weights.ndim]:
-                wrong &= weights.reshape(*weights.shape, *[1] * (ids.ndim - weights.ndim)) != 0
-            if (ids[wrong] < 0).any():
-                remedy = (
-                    "write -100 where there is no target, and number classes from 0, as "
-                    "np.unique(labels, return_inverse=True)[1] does"
-                )
-        if wrong.any():
-            raise DataError(
-                f"{where} holds {name} of {int(ids[wrong][0])}, but the model has ids 0 to {limit - 1}; {remedy}"
+            is_wrong &= _counts(ids, batch.get("weights"))
+        if not is_wrong.any():
+            continue
+        wrong = ids[is_wrong]
+        remedy = "fix the data, or give the model more outputs or a larger vocabulary"
+        if name == "targets" and (wrong < 0).any():
+            remedy = (
+                "write -100 where there is no target, and number classes from 0, as "
+                "np.unique(labels, return_inverse=True)[1] does"
             )
+        raise DataError(f"{where} holds {name} of {int(wrong[0])}, but the model has ids 0 to {limit - 1}; {remedy}")
+
+
+def _counts(targets: np.ndarray, weights: Any) -> np.ndarray:
+    """Return which targets a loss counts: bool, of the shape of the targets."""
+    counts = targets != IGNORED
+    if isinstance(weights, np.ndarray) and weights.shape == targets.shape[: weights.ndim]:
+        counts &= weights.reshape(*weights.shape, *[1] * (targets.ndim - weights.ndim)) != 0
+    return counts

@@ -1,10 +1,12 @@
-"""The state at step 0 on its devices: what was read for it becomes part of it, and is not copied by a program.
+"""The state at step 0 on its devices, drawn by the model or begun from arrays.
 
 On CPU devices what is drawn is evaluated on the host, where that is known to give the same bits.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,13 +15,34 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
+from jaxtrain.errors import ConfigError
 from jaxtrain.models.initializers import CannotFollowError, can_draw, follow
+from jaxtrain.models.model import ModelState, Params
 from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.state import TrainState, select_leaves
-from jaxtrain.weights.load import Start
 
 # Each of several processes draws the whole state: up to this many numbers, which take it two seconds.
 _MOST_DRAWN_BY_EACH = 2**29
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a state starts from, in the structure and the shardings of the model of a step: see `load_weights`.
+
+    Attributes:
+        params: the parameters, None in place of each that the model draws; None: it draws all.
+        model_state: batch statistics and the like, in the same form.
+        owned: paths of the parameters that nobody else holds. A state takes these arrays over, so that one state can
+            start from them.
+
+    Example:
+        >>> weights = jt.load_weights(step, {"kernel": np.ones((4, 3)), "bias": np.zeros(3)})
+        >>> state = step.init(0, weights)
+    """
+
+    params: Params | None = None
+    model_state: ModelState | None = None
+    owned: frozenset[str] = frozenset()
 
 
 class FirstState:
@@ -30,68 +53,70 @@ class FirstState:
     stores them are left out of the program's results and put in their places afterwards.
     """
 
-    def __init__(self, create: Callable[..., TrainState], wanted: TrainState, shardings: TrainState):
+    def __init__(self, create: Callable[..., TrainState], abstract: TrainState, shardings: TrainState):
         self._create = create
+        self._abstract = abstract
         self._shardings = shardings
-        self._shapes = wanted
         self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
-        self._wanted = paths_of(wanted.params)
-        # What is left out -> the program.
-        self._programs: dict[frozenset[str], Any] = {frozenset(): jax.jit(create, out_shardings=shardings)}
+        # Paths of the parameters that are left out -> the program.
+        self._programs: dict[frozenset[str], Any] = {}
 
-    def __call__(self, key: jax.Array, start: Start) -> TrainState:
-        """The state from a typed key and a start, its arrays shared with nobody else."""
-        if start.params is None and start.model_state is None and self._is_on_host(key):
+    def __call__(self, key: jax.Array, weights: Weights) -> TrainState:
+        """Return the state from a typed key and weights, its arrays shared with nobody else."""
+        if weights.params is None and weights.model_state is None and self._is_on_host(key):
             try:
-                return self._drawn_on_host(key)
+                return self._draw_on_host(key)
             except CannotFollowError:
                 pass  # the program is compiled
-        leaves = paths_of(start.params)
-        placed = frozenset(path for path in start.ours if _fits(leaves[path], self._wanted[path]))
+        leaves = paths_of(weights.params)
+        abstract = paths_of(self._abstract.params)
+        placed = frozenset(path for path in weights.owned if _fits(leaves[path], abstract[path]))
         # Moving averages and optimizers may read them, hence they are arguments; jax drops those that nothing reads.
-        state: TrainState = self._program(placed)(key, params=start.params, model_state=start.model_state)
+        state: TrainState = self.program(placed)(key, params=weights.params, model_state=weights.model_state)
         if not placed:
             return state
-        ready = jax.tree_util.tree_map_with_path(
-            lambda path, _: leaves[path_name(path)] if path_name(path) in placed else None, self._shardings.params
-        )
-        return replace(state, params=merge_leaves(ready, state.params))
+        params = select_leaves(weights.params, lambda path: path in placed)
+        return replace(state, params=merge_leaves(params, state.params))
+
+    def program(self, placed: frozenset[str]) -> Any:
+        """Return the jitted program that creates a state without the parameters at some paths."""
+        if placed not in self._programs:
+
+            def create(key: jax.Array, *, params: Any, model_state: Any) -> TrainState:
+                return _without(self._create(key, params=params, model_state=model_state), placed)
+
+            self._programs[placed] = jax.jit(create, out_shardings=_without(self._shardings, placed))
+        return self._programs[placed]
 
     def _is_on_host(self, key: jax.Array) -> bool:
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
-        if isinstance(key, Tracer) or any(device.platform != "cpu" for device in self._devices):
+        if isinstance(key, Tracer) or not can_draw(key):
+            return False
+        if any(device.platform != "cpu" for device in self._devices):
             return False
         processes = {device.process_index for device in self._devices}
-        kinds = {leaf.dtype for leaf in jax.tree.leaves(self._shapes)}
-        one_kind = all(kind == key.dtype for kind in kinds if jnp.issubdtype(kind, jax.dtypes.prng_key))
-        few = sum(leaf.size for leaf in jax.tree.leaves(self._shapes.params)) <= _MOST_DRAWN_BY_EACH
-        return jax.process_index() in processes and (len(processes) == 1 or few) and one_kind and can_draw(key)
+        if jax.process_index() not in processes:
+            return False
+        drawn = sum(leaf.size for leaf in jax.tree.leaves(self._abstract.params))
+        if len(processes) > 1 and drawn > _MOST_DRAWN_BY_EACH:
+            return False
+        return all(_is_array(leaf) or leaf.dtype == key.dtype for leaf in jax.tree.leaves(self._abstract))
 
-    def _drawn_on_host(self, key: jax.Array) -> TrainState:
-        traced = self._program(frozenset()).trace(key, params=None, model_state=None)
-        shapes, structure = jax.tree.flatten(self._shapes)
+    def _draw_on_host(self, key: jax.Array) -> TrainState:
+        traced = self.program(frozenset()).trace(key, params=None, model_state=None)
+        shapes, structure = jax.tree.flatten(self._abstract)
+        device = next(device for device in self._devices if device.process_index == jax.process_index())
         state: list[Any] = []
-        here = next(device for device in self._devices if device.process_index == jax.process_index())
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
-        with jax.default_device(here), jax.transfer_guard("allow"):
-            drawn = follow(traced.jaxpr, key)[::-1]
+        with jax.default_device(device), jax.transfer_guard("allow"):
+            values = follow(traced.jaxpr, key)[::-1]
             for like in shapes:
-                state.append(_placed(drawn.pop(), like, key))
+                state.append(_on_devices(values.pop(), like, key))
         return jax.tree.unflatten(structure, state)
 
-    def _program(self, placed: frozenset[str]) -> Any:
-        if placed not in self._programs:
-            create = self._create
 
-            def rest(key: jax.Array, *, params: Any, model_state: Any) -> TrainState:
-                return _without(create(key, params=params, model_state=model_state), placed)
-
-            self._programs[placed] = jax.jit(rest, out_shardings=_without(self._shardings, placed))
-        return self._programs[placed]
-
-
-def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """A value of the host on the devices of a sharding; of keys, which are of the kind of `key`, their words."""
+def _on_devices(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    """Place a value of the host in a sharding; keys, of the kind of `key`, are given by their words."""
     # A copy for each device: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
     # 0.10.2), and parameters and their moving average may be one array here.
     kind = like.sharding.memory_kind
@@ -99,10 +124,15 @@ def _placed(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> ja
         jax.device_put(np.array(value[index]), SingleDeviceSharding(device, memory_kind=kind))
         for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
     ]
-    placed = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(key))
-    return placed
+    array = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
+    if _is_array(like):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(key))
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf holds numbers and not random keys."""
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _fits(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
@@ -110,5 +140,86 @@ def _fits(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def _without(state: TrainState, placed: frozenset[str]) -> TrainState:
-    """The state (arrays or shardings) with None in place of some parameters."""
+    """Return the state (arrays or shardings) with None in place of some parameters."""
     return replace(state, params=select_leaves(state.params, lambda path: path not in placed))
+
+
+# --- Arrays that a user gives. ---
+
+
+def place_tree(name: str, tree: Any, abstract: Any) -> Any:
+    """Place a tree of arrays on the devices of a model.
+
+    Args:
+        name: what the tree is, in messages.
+        tree: NumPy or jax arrays, in any containers; None, also in place of single leaves: nothing is given.
+        abstract: the shapes, dtypes and shardings of the model.
+
+    Returns:
+        The arrays in the structure and the shardings of the model, None where nothing is given.
+
+    Raises:
+        ConfigError: another structure or shape, or a path in place of a tree.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, str | os.PathLike):
+        path = os.fspath(tree)
+        raise ConfigError(f'{name} takes arrays, not a path; write step.init(seed, jt.load_weights(step, "{path}"))')
+    leaves = {}
+    drawn = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None):
+        if leaf is None:
+            drawn.add(path_name(path))
+        else:
+            leaves[path_name(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    check_leaves(name, leaves, paths_of(abstract), optional=drawn)
+
+    def place(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array | None:
+        leaf = leaves.get(path_name(path))
+        return None if leaf is None else jax.device_put(leaf, like.sharding)
+
+    return jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def check_leaves(
+    name: str,
+    leaves: Mapping[str, Any],
+    abstract: Mapping[str, Any],
+    *,
+    optional: Collection[str] = (),
+    skip: Sequence[str] = (),
+) -> None:
+    """Compare arrays with those of a model, by their paths; float dtypes may differ.
+
+    Args:
+        name: what the arrays are, in messages.
+        leaves: the arrays, or their shapes and dtypes.
+        abstract: those of the model.
+        optional: paths that may be missing.
+        skip: patterns that were skipped, which the message repeats.
+
+    Raises:
+        ConfigError: names the first path that differs, and the patterns that leave out all that do.
+    """
+    problems = {}
+    for path, like in abstract.items():
+        if path not in leaves:
+            if path not in optional:
+                problems[path] = f"{path} is missing"
+            continue
+        leaf = leaves[path]
+        both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
+        if leaf.shape != like.shape or not (both_float or leaf.dtype == like.dtype):
+            problems[path] = f"{path} is {leaf.dtype}{list(leaf.shape)}, not {like.dtype}{list(like.shape)}"
+    for path in leaves:
+        if path not in abstract:
+            problems[path] = f"{path} is not an array of the model"
+    if not problems:
+        return
+    modules = [f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems]
+    patterns = [*skip, *list(dict.fromkeys(modules))[:4]]
+    raise ConfigError(
+        f"{name} does not fit the model of this step: {next(iter(problems.values()))} ({len(problems)} in all differ); "
+        f"to initialize what differs, write skip={json.dumps(patterns)}"
+    )

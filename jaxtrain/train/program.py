@@ -33,15 +33,11 @@ from jaxtrain.train.update import Metrics, update_state
 
 
 def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One optimizer step: the state after it, and what it reports."""
+    """Take one optimizer step: return the state after it, and what it reports."""
     with program.sharded_model.context(required=True):
         gradients = _gradients(program, state, batch)
         with jax.named_scope("optimizer"):
-            return update_state(program, state, gradients, _scale(state))
-
-
-def _scale(state: TrainState) -> jax.Array:
-    return jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+            return update_state(program, state, gradients)
 
 
 @jax.tree_util.register_dataclass
@@ -60,46 +56,53 @@ class _Fixed:
     reference: Reference | None = None
 
 
-def _fixed(program: StepProgram, state: TrainState, scale: jax.Array) -> _Fixed:
+def _fixed(program: StepProgram, state: TrainState) -> _Fixed:
     if not program.task.calls_model:
-        return _Fixed(program.frozen(state.params), scale)
-    averaged = program.settings.ema_decay is not None
-    average = (state.evaluation_params, state.evaluation_model_state) if averaged else None
-    return _Fixed(state.params, scale, average, state.step, state.reference)
+        return _Fixed(program.frozen(state.params), _scale(state))
+    average = None
+    if program.settings.has_average:
+        average = (state.evaluation_params, state.evaluation_model_state)
+    return _Fixed(state.params, _scale(state), average, state.step, state.reference)
+
+
+def _scale(state: TrainState) -> jax.Array:
+    return jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
 
 
 def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradients:
-    """Gradients of the mean loss over the global batch, times the loss scale."""
-    trained, scale = program.trained(state.params), _scale(state)
-    sharded_model, task, settings = program.sharded_model, program.task, program.settings
+    """Return the gradients of the mean loss over the global batch, times the loss scale."""
+    task = program.task
+    model = program.sharded_model.model
     step_key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), 0)
-    layout = sharded_model.layout
-    if sharded_model.model.has_experts and task.takes_deferred_logits:
+    if model.has_experts and task.takes_deferred_logits:
         # Of the batch, and not of a microbatch: a router's tokens count alike in all of them.
         batch = {**batch, "weight_per_token": weight_per_token(batch)}
     if program.pipeline is not None:
-        return _pipeline_gradients(program, state, dict(batch), step_key, scale)
+        return _pipeline_gradients(program, program.pipeline, state, batch, step_key)
+    zero = program.settings.zero
+    layout = program.layout
+    trained = program.trained(state.params)
     # A task that calls the model itself may read the parameters, which it gets as the state stores them.
-    if settings.zero > 0 and not task.calls_model:
-        trained = hold_parameters(cast_floats(trained, sharded_model.policy.compute_dtype))
+    if zero > 0 and not task.calls_model:
+        trained = hold_parameters(cast_floats(trained, program.sharded_model.policy.compute_dtype))
         layout = replace(layout, holds=True)
     # Models of ours add up over the shards of data what they count; of another nobody knows whether it mixes rows.
-    is_ours = isinstance(sharded_model.model.axes, FamilyTable)
+    is_ours = isinstance(model.axes, FamilyTable)
     plan = Accumulation(
-        settings.accumulation_steps,
+        program.microbatches,
         layout,
-        settings.zero,
+        zero,
         on_shards=is_ours and task.rows == "separate" and not task.calls_model,
-        stack=None if task.calls_model else _stack_run_once(sharded_model.model),
+        stack=None if task.calls_model else _stack_run_once(model),
         powers_of_two=program.powers_of_two,
     )
-    arguments = Arguments(trained, _fixed(program, state, scale), state.model_state, batch, step_key)
+    arguments = Arguments(trained, _fixed(program, state), state.model_state, batch, step_key)
     with use_layout(layout):
         return compute_gradients(_loss(program), arguments, plan)
 
 
 def _stack_run_once(model: Model) -> str | None:
-    """Path of the stack that `apply` of a model scans once, by `scan_stack`; None where it may do something else."""
+    """Return the path of the stack that `apply` of a model scans once, by `scan_stack`; None: it may do otherwise."""
     parts = model.parts
     if parts is None or not isinstance(model.apply, PartsApply) or model.adapted is not None:
         return None
@@ -111,7 +114,7 @@ def _stack_run_once(model: Model) -> str | None:
 
 
 def _loss(program: StepProgram) -> Callable[..., tuple[jax.Array, Any]]:
-    """The loss that is differentiated, as `parallel.gradients.LossFunction`."""
+    """Return the loss that is differentiated, as `parallel.gradients.LossFunction`."""
 
     def loss(
         trained: Params, fixed: _Fixed, model_state: ModelState, rows: Batch, key: jax.Array
@@ -128,28 +131,29 @@ def _loss(program: StepProgram) -> Callable[..., tuple[jax.Array, Any]]:
 def _sums(
     program: StepProgram, fixed: _Fixed, params: Params, model_state: ModelState, rows: Batch, key: jax.Array
 ) -> tuple[TaskSums, ModelState]:
-    """The sums of a microbatch in a step, and the model_state after it."""
-    model, task = program.sharded_model, program.task
-    if task.calls_model:
-        assert fixed.step is not None
-        loss_key, call_key = jax.random.split(key)
-        call = ModelCall(
-            model.apply,
-            params,
-            model_state,
-            True,
-            fixed.step,
-            call_key,
-            fixed.average,
-            model.apply_deferred,
-            fixed.reference,
-        )
+    """Return the sums of a microbatch in a step, and the model_state after it."""
+    model = program.sharded_model
+    task = program.task
+    if not task.calls_model:
+        apply = model.apply_deferred if task.takes_deferred_logits else model.apply
+        outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
         with jax.named_scope("loss"):
-            return calling_sums(task, call, rows, shard_key(loss_key))
-    apply = model.apply_deferred if task.takes_deferred_logits else model.apply
-    outputs, model_state = apply(params, model_state, rows["inputs"], key=key, train=True)
+            return task_sums(task, outputs, rows, train=True), model_state
+    assert fixed.step is not None
+    loss_key, call_key = jax.random.split(key)
+    call = ModelCall(
+        model.apply,
+        params,
+        model_state,
+        True,
+        fixed.step,
+        call_key,
+        fixed.average,
+        model.apply_deferred,
+        fixed.reference,
+    )
     with jax.named_scope("loss"):
-        return task_sums(task, outputs, rows, train=True), model_state
+        return calling_sums(task, call, rows, shard_key(loss_key))
 
 
 # --- On a pipeline. ---
@@ -165,43 +169,52 @@ class _ModelStages:
     train: bool
 
     def embed(self, outer: Any, rows: Batch, key: jax.Array) -> Any:
-        inputs = cast_floats(rows["inputs"], self.policy.compute_dtype)
-        key_or_none = key_for(self.parts.embed, key) if self.train else None
-        return self.parts.embed(outer, inputs, key=key_or_none, train=self.train)
+        parts_key = key_for(self.parts.embed, key) if self.train else None
+        return self.parts.embed(outer, self._inputs(rows), key=parts_key, train=self.train)
 
     def layers(self, stack: Any, carry: Any, rows: Batch, first_layer: jax.Array, key: jax.Array) -> Any:
-        key_or_none = key_for(self.parts.layers, key) if self.train else None
-        inputs = cast_floats(rows["inputs"], self.policy.compute_dtype)
-        return self.parts.layers(stack, carry, inputs, first_layer=first_layer, key=key_or_none, train=self.train)
+        parts_key = key_for(self.parts.layers, key) if self.train else None
+        return self.parts.layers(
+            stack, carry, self._inputs(rows), first_layer=first_layer, key=parts_key, train=self.train
+        )
 
     def loss(self, outer: Any, carry: Any, rows: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         outputs = self.parts.head(outer, carry, train=self.train)
-        outputs = outputs if self.task.takes_deferred_logits else compute_logits(outputs)
+        if not self.task.takes_deferred_logits:
+            outputs = compute_logits(outputs)
         with jax.named_scope("loss"):
             loss_sum, weight, metrics = task_sums(self.task, outputs, rows, train=self.train)
         return loss_sum, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(metrics)
+
+    def _inputs(self, rows: Batch) -> Any:
+        return cast_floats(rows["inputs"], self.policy.compute_dtype)
 
 
 def _stages(
     pipeline: Pipeline, model: ShardedModel, task: Task, params: Params, *, train: bool
 ) -> tuple[_ModelStages, Params]:
-    """What the stages compute, and parameters in the compute dtype; layers gather their own over `fsdp`."""
+    """Return what the stages compute, and parameters in the compute dtype; layers gather their own over `fsdp`."""
     assert model.model.parts is not None
     held = hold_parameters(cast_floats(params, model.policy.compute_dtype))
     stages = _ModelStages(model.model.parts, task, model.policy, train)
     return stages, gather_parameters(held, skip=(pipeline.stack,))
 
 
-def _pipeline_gradients(program: StepProgram, state: TrainState, batch: Any, key: jax.Array, scale: jax.Array) -> Any:
-    assert program.pipeline is not None
-    stages, ready = _stages(program.pipeline, program.sharded_model, program.task, state.params, train=True)
-    trained, fixed = program.trained(ready), program.frozen(ready)
-    return pipeline_gradients(program.pipeline, stages, trained, fixed, batch, key, scale)
+def _pipeline_gradients(
+    program: StepProgram, pipeline: Pipeline, state: TrainState, batch: Batch, key: jax.Array
+) -> Gradients:
+    stages, params = _stages(pipeline, program.sharded_model, program.task, state.params, train=True)
+    trained = program.trained(params)
+    fixed = program.frozen(params)
+    return pipeline_gradients(pipeline, stages, trained, fixed, dict(batch), key, _scale(state))
 
 
 def evaluation_sums(
     pipeline: Pipeline, sharded_model: ShardedModel, task: Task, params: Params, batch: Batch
 ) -> TaskSums:
-    """Loss sum, weight and metric sums of a batch on a pipeline, without dropout; `params` as they are stored."""
+    """Return the sums of a batch on a pipeline, without dropout: loss, weight and metrics.
+
+    `params` are those that are stored.
+    """
     stages, ready = _stages(pipeline, sharded_model, task, params, train=False)
     return pipeline_sums(pipeline, stages, ready, dict(batch), jax.random.key(0))

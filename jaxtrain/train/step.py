@@ -1,11 +1,9 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +12,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.config.schema import Parallelism, SpikeRule
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.mesh import make_mesh
+from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
@@ -28,21 +27,20 @@ from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, re
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
-from jaxtrain.train.first_state import FirstState
-from jaxtrain.train.parallelism import Parallelism, check_parts, make_layout, make_pipeline, microbatches
+from jaxtrain.train.first_state import FirstState, Weights, place_tree
+from jaxtrain.train.options import make_layout, make_pipeline, mesh_for
 from jaxtrain.train.program import take_step
-from jaxtrain.train.spikes import SpikeRule
 from jaxtrain.train.state import (
     StepProgram,
     StepSettings,
     TrainState,
+    check_parts,
     create_state,
     random_key,
     state_on_host,
     state_shardings,
 )
 from jaxtrain.train.update import Metrics
-from jaxtrain.weights.load import accept_start
 
 
 class TrainStep:
@@ -76,10 +74,11 @@ class TrainStep:
 
     def __init__(self, program: StepProgram, compiler_options: CompilerOptions):
         self.program = program
-        self.sharded_model, self.task, self.optimizer = program.sharded_model, program.task, program.optimizer
+        self.sharded_model = program.sharded_model
+        self.task = program.task
+        self.optimizer = program.optimizer
         self.pipeline = program.pipeline
-        divided = microbatches(program.pipeline, program.settings.accumulation_steps)
-        self.feed = BatchFeed(self.sharded_model, self.task, divided)
+        self.feed = BatchFeed(self.sharded_model, self.task, program.divided_by)
         self.compiler_options = compiler_options
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
@@ -87,10 +86,11 @@ class TrainStep:
 
         self.drawn = jax.jit(create).trace(jax.eval_shape(lambda: jax.random.key(0)))
         shapes = self.drawn.out_info
-        offload = program.settings.offload_optimizer
-        self.state_shardings: TrainState = state_shardings(shapes, self.sharded_model, offload_optimizer=offload)
-        self.state_on_host: TrainState = state_on_host(shapes, offload_optimizer=offload)
+        self.state_shardings: TrainState = state_shardings(shapes, program)
+        self.state_on_host: TrainState = state_on_host(shapes, program)
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
+        self.choices: tuple[str, ...] = ()
+        self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
         self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
         self._jitted = self._make_jitted()
         self._compiled: jax.stages.Compiled | None = None
@@ -99,8 +99,6 @@ class TrainStep:
         self._one_at_a_time = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self._last_metrics: Metrics = {}
         self._has_run = False
-        self.choices: tuple[str, ...] = ()
-        self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
 
     def __repr__(self) -> str:
         compiled = "" if self._compiled is None else ", compiled"
@@ -129,42 +127,39 @@ class TrainStep:
     def init(
         self,
         seed: int | jax.Array,
+        weights: Weights | None = None,
         *,
-        params: Params | str | os.PathLike[str] | None = None,
+        params: Params | None = None,
         model_state: ModelState | None = None,
-        skip: Sequence[str] = (),
-        adapter: str | Path | None = None,
     ) -> TrainState:
-        """The state at step 0, created sharded: the same numbers on every mesh.
+        """Create the state at step 0, sharded: the same numbers on every mesh.
 
         Moving average and optimizer state are made from the parameters, whichever these are.
 
         Args:
             seed: an int or a typed key.
-            params: parameters to start from; None: what `model.init` draws. A tree of jax or NumPy arrays like that of
-                `model.init`, on any devices, in the dtypes of `model.init` or of the state. Or the path of a run
-                ("runs/x"), of its `checkpoints` folder, or of one step in it ("runs/x/checkpoints/400"): its newest
-                intact step, or that one, is read straight into the shardings of this step. Of a run with a moving
-                average (`ema_decay`) the average is taken where a parameter has one; its model_state comes along. What
-                `open_run` and `fit` return stands for the path of its run, or of the step that was opened.
-            model_state: batch statistics and the like to start from, a tree like that of `model.init`; None: those of
-                the run in `params`, else those of `model.init`.
-            skip: patterns of paths of parameters (and of model_state), with `*`, that are not taken from what is given
-                but drawn: `["head/*"]` for another number of classes.
-            adapter: folder of an adapter (see `load_adapter`) whose factors an adapted model starts from, over the
-                published model that `params` names; None: adapters that begin at 0.
+            weights: what `load_weights` read, from a run, a published model or a tree without some parts; one state
+                takes its arrays over.
+            params: a tree of jax or NumPy arrays like that of `model.init`, on any devices, of any float dtypes; None,
+                also in place of single leaves: what `model.init` draws.
+            model_state: batch statistics and the like, in the same form.
 
         Raises:
-            ConfigError: another structure, shape or dtype, or a pattern that matches nothing; names the first path
-                that differs, and the pattern to write.
-            CheckpointError: no checkpoint at that path, or none that is intact.
+            ConfigError: another structure or shape; names the first path that differs.
 
         Example:
-            >>> state = step.init(0, params="runs/pretrained", skip=["head/*"])
+            >>> state = step.init(0)
+            >>> again = step.init(1, params=state.params)
         """
-        params = os.fspath(params) if isinstance(params, os.PathLike) else params
-        own = {"sharded_model": self.sharded_model, "trains": self.program.settings.trainable}
-        state = self._first_state(random_key(seed), accept_start(params, model_state, skip, adapter=adapter, **own))
+        if weights is None:
+            model = self.sharded_model
+            weights = Weights(
+                place_tree("params", params, model.abstract_params),
+                place_tree("model_state", model_state, model.abstract_model_state),
+            )
+        elif params is not None or model_state is not None:
+            raise ConfigError("init takes weights, or params and model_state; load_weights takes model_state too")
+        state = self._first_state(random_key(seed), weights)
         give_back_free_memory()  # what reading took beside the arrays
         return state
 
@@ -196,15 +191,13 @@ class TrainStep:
 
     def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
         """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`."""
-        shardings = self.batch_shardings(batch)
-        specs = jax.tree.map(
+
+        def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             # In the dtype that a host array gets on a device: int32 for NumPy's int64.
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True), sharding=sharding
-            ),
-            dict(batch),
-            shardings,
-        )
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+        specs = jax.tree.map(abstract, dict(batch), self.batch_shardings(batch))
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().trace(self.abstract_state, specs)
 
@@ -227,7 +220,8 @@ class TrainStep:
             check_branches(compiled.as_text() or "", self.layout)
         self._compiled = compiled
         give_back_free_memory()
-        self.choices = self.choices if choices is None else tuple(choices)
+        if choices is not None:
+            self.choices = tuple(choices)
         return compiled
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -258,7 +252,8 @@ class TrainStep:
                     self._jitted.trace(state, batch).lower().compile()
                     give_back_free_memory()
                 new_state, self._last_metrics = self._jitted(state, batch)
-            self.choices = tuple(choices) or self.choices  # only a call that traces makes any
+            if choices:  # only a call that traces makes any
+                self.choices = tuple(choices)
         self._has_run = True
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
@@ -267,7 +262,7 @@ class TrainStep:
         """State and batch on the mesh, once no other step is in flight that must not be."""
         if state is not self.last_state():
             check_not_donated(state)
-            state = _placed_state(state, self.abstract_state)
+            state = _place_state(state, self.abstract_state)
         self.feed.check(batch)
         if not self.feed.is_placed(batch):
             batch = self.place(batch)
@@ -282,7 +277,7 @@ class TrainStep:
             return take_step(program, state, batch)
 
         shardings = (self.state_shardings, NamedSharding(self.mesh, PartitionSpec()))
-        options = {**self.compiler_options.used} or None
+        options = dict(self.compiler_options.used) or None
         return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
 
 
@@ -305,13 +300,13 @@ def make_train_step(
     offload_optimizer: bool = False,
     spikes: SpikeRule | None = None,
 ) -> TrainStep:
-    """A train step for any model, task and optimizer, on any mesh.
+    """Make a train step for any model, task and optimizer, on any mesh.
 
     Args:
         model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
         task: what outputs are compared with; or its name: "classification", "mae".
         optimizer: any optax transformation, already made with its learning rate.
-        mesh: from `make_mesh`; None: all devices on the `data` axis.
+        mesh: from `make_mesh`; None: of the degrees of `parallelism`, by default all devices on the `data` axis.
         policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
         accumulation_steps: microbatches per step; results equal those of one large batch, but for batch statistics.
         clip_norm: largest global norm of the gradient; None: no clipping.
@@ -340,36 +335,45 @@ def make_train_step(
         optimizer = balance_experts(optimizer, model.score_bias_step)
     if trainable is None and model.adapted is not None and model.adapted.lora is not None:
         trainable = model.adapted.trains
-    mesh = make_mesh() if mesh is None else mesh
-    parallelism, policy = parallelism or Parallelism(), get_policy(policy)
+    parallelism = parallelism or Parallelism()
+    mesh = mesh_for(parallelism, mesh)
+    device = mesh.devices.flat[0]
+    policy = get_policy(policy)
+    if clip_norm == math.inf:
+        clip_norm = None
     if learning_rate is not None and not callable(learning_rate):
         learning_rate = optax.constant_schedule(learning_rate)
     settings = StepSettings(
         accumulation_steps=accumulation_steps,
-        clip_norm=None if clip_norm == math.inf else clip_norm,
+        clip_norm=clip_norm,
         ema_decay=ema_decay,
         trainable=trainable,
         learning_rate=learning_rate,
         loss_scaling=loss_scaling or LossScaling(),
-        parallelism=parallelism,
+        zero=stage_over_data(parallelism.zero),
         offload_optimizer=offload_optimizer,
-        sliced_norm=mesh.size == 1 and mesh.devices.flat[0].platform == "cpu",
         spikes=spikes,
+        sliced_norm=mesh.size == 1 and device.platform == "cpu",
     )
     settings.check(task)
     layout = make_layout(model, task, mesh, parallelism, rules)
     check_sums(policy, mesh, backward=True)
     pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    first, updates = mesh.devices.flat[0], mesh.size == 1 or model.convolutional
-    options = choose_options(first, mesh.size, compiler_options, updates=updates)
-    fraction = parallelism.max_replicated_fraction
-    sharded_model = place_model(model, layout, policy, trainable=trainable, max_replicated_fraction=fraction)
+    options = choose_options(device, mesh.size, compiler_options, updates=mesh.size == 1 or model.convolutional)
+    sharded_model = place_model(
+        model,
+        layout,
+        policy,
+        trainable=trainable,
+        max_replicated_fraction=parallelism.max_replicated_fraction,
+    )
     if trainable is not None and not trained_paths(sharded_model.abstract_params, trainable):
         raise ConfigError(f"trainable selects no parameter of {model.name}; leave one to train")
     program = StepProgram(sharded_model, task, optimizer, settings, pipeline)
     if pipeline is not None:
         pipeline = replace(pipeline, layout=program.layout, powers_of_two=program.powers_of_two)
-    return TrainStep(replace(program, pipeline=pipeline), options)
+        program = replace(program, pipeline=pipeline)
+    return TrainStep(program, options)
 
 
 def check_not_donated(state: Any) -> None:
@@ -382,9 +386,12 @@ def check_not_donated(state: Any) -> None:
         )
 
 
-def _placed_state(state: TrainState, wanted: TrainState) -> TrainState:
-    """A state of jax or NumPy arrays, anywhere, as a step takes it over; containers (a list for a tuple) may differ."""
-    leaves, structure = jax.tree.flatten(wanted)
+def _place_state(state: TrainState, abstract: TrainState) -> TrainState:
+    """Place a state of jax or NumPy arrays, from anywhere, as a step takes it over.
+
+    Containers (a list for a tuple) may differ.
+    """
+    leaves, structure = jax.tree.flatten(abstract)
     placed = []
     for leaf, like in zip(jax.tree.leaves(state), leaves, strict=True):
         if not isinstance(leaf, jax.Array):

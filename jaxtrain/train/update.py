@@ -11,10 +11,10 @@ import optax
 from jaxtrain.models.task import Sums, divisor, sum_ratios
 from jaxtrain.optim.offload import update_on_host
 from jaxtrain.parallel.gradients import Gradients, constrain_gradients
-from jaxtrain.precision.policy import cast_floats
+from jaxtrain.precision.policy import LossScale, cast_floats
 from jaxtrain.runtime.tree import merge_leaves
 from jaxtrain.train.spikes import SpikeHistory
-from jaxtrain.train.state import StepProgram, StepSettings, TrainState, floating_leaves
+from jaxtrain.train.state import SkippedSteps, StepProgram, StepSettings, TrainState, floating_leaves
 
 Metrics = dict[str, jax.Array]
 # What a step reports besides its loss and the metrics of the task.
@@ -33,118 +33,150 @@ _LARGE = 2**16
 _SLICES = 16
 
 
-def update_state(
-    program: StepProgram, state: TrainState, gradients: Gradients, scale: jax.Array
-) -> tuple[TrainState, Metrics]:
-    """The state after a step, and what the step reports; `gradients` are times the loss scale (float32 [])."""
-    settings, layout, trained = program.settings, program.layout, program.trained(state.params)
-    tree = constrain_gradients(gradients.tree, layout)
-    unscale = scale if state.loss_scale is not None else None
-    grad_norm = gradient_norm(_unscaled(tree, unscale), sliced=settings.sliced_norm)
+def update_state(program: StepProgram, state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
+    """Return the state after a step, and what the step reports.
+
+    Args:
+        program: what the step is made of.
+        state: before the step.
+        gradients: of the mean loss times the loss scale of the state.
+    """
+    settings = program.settings
+    gradient_tree = constrain_gradients(gradients.tree, program.layout)
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+    grad_norm = gradient_norm(_unscaled(gradient_tree, scale), sliced=settings.sliced_norm)
     loss = gradients.loss_sum / divisor(gradients.weight)
-    found = _judge(state, gradients, loss, grad_norm, settings)
+    verdict = _judge(settings, state, gradients, loss, grad_norm)
 
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
-        accepted, scale, clip, loss = scalars
+        accepted, scale, clip_factor, loss = scalars
         updates = _unscaled(gradients, scale)
-        if clip is not None:
-            updates = jax.tree.map(lambda g: g * clip, updates)
+        if clip_factor is not None:
+            updates = jax.tree.map(lambda g: g * clip_factor, updates)
         # In float32 as everything the optimizer reads: weight decay of bf16 parameters is rounded with the rest of the
         # update, not before.
-        read = cast_floats(trained, jnp.float32)
+        params = cast_floats(trained, jnp.float32)
         # Further arguments of optax: `value` is what momo and reduce_on_plateau read.
         optimizer = optax.with_extra_args_support(program.optimizer)
-        updates, moved = optimizer.update(updates, optimizer_state, read, value=loss)
-        moved = _keep(moved, optimizer_state, accepted)
-        return _keep(optax.apply_updates(trained, updates), trained, accepted), moved
+        updates, new_state = optimizer.update(updates, optimizer_state, params, value=loss)
+        new_trained = optax.apply_updates(trained, updates)
+        return _keep(new_trained, trained, accepted), _keep(new_state, optimizer_state, accepted)
 
-    limit = settings.clip_norm
-    clip = None if limit is None else limit / jnp.maximum(grad_norm, limit)
-    before = (tree, state.optimizer_state, trained, (found.accepted, unscale, clip, loss))
+    trained = program.trained(state.params)
+    scalars = (verdict.accepted, scale, settings.clip_factor(grad_norm), loss)
     if settings.offload_optimizer:
-        trained, optimizer_state = update_on_host(advance, *before, optimizer=program.optimizer, layout=layout)
+        trained, optimizer_state = update_on_host(
+            advance,
+            gradient_tree,
+            state.optimizer_state,
+            trained,
+            scalars,
+            optimizer=program.optimizer,
+            layout=program.layout,
+        )
     else:
-        trained, optimizer_state = advance(*before)
-    ema, ema_model_state = _averages(state, trained, gradients.model_state, found.accepted, settings)
-    loss_scale = state.loss_scale
-    # While a loss scale still falls, a skip is its search and no sign of divergence.
-    settled = loss_scale is None or loss_scale.scale <= settings.loss_scaling.minimum
-    is_bad = settled if found.spiked is None else settled | found.spiked
-    says = found.weighs | ~found.finite
-    if loss_scale is not None:
-        # Gradients that are 0 for want of a weight are no sign that the scale could grow.
-        loss_scale = _keep(loss_scale.move(found.finite, settings.loss_scaling), loss_scale, says)
+        trained, optimizer_state = advance(gradient_tree, state.optimizer_state, trained, scalars)
+    ema, ema_model_state = _averages(settings, state, trained, gradients.model_state, verdict.accepted)
     new_state = TrainState(
         step=state.step + 1,
         params=merge_leaves(trained, state.params),
         optimizer_state=optimizer_state,
-        model_state=_keep(gradients.model_state, state.model_state, found.accepted),
-        loss_scale=loss_scale,
+        model_state=_keep(gradients.model_state, state.model_state, verdict.accepted),
+        loss_scale=_next_loss_scale(settings, state.loss_scale, verdict),
         key=state.key,
-        skipped=state.skipped.count(found.accepted, is_bad=is_bad & says),
+        skipped=_count_skipped(settings, state, verdict),
         ema=ema,
         ema_model_state=ema_model_state,
-        spikes=found.history,
+        spikes=verdict.history,
         reference=state.reference,
     )
-    return new_state, _metrics(state, new_state, gradients, grad_norm, found, settings)
+    return new_state, _metrics(settings, state, new_state, gradients, grad_norm, verdict)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What a step is found to be: bool [] each; `accepted`: it changes the state; `weighs`: it says anything at all."""
+    """What a step is judged to be, bool [] each.
 
-    accepted: jax.Array
+    Attributes:
+        finite: its loss and gradients are.
+        weighs: its batch says anything at all.
+        spiked: it is a spike; None: nobody asks.
+        accepted: it changes the state: it is finite, weighs something, and is not a spike.
+        history: what the next steps are compared with; None: they are not.
+    """
+
     finite: jax.Array
     weighs: jax.Array
-    spiked: jax.Array | None
-    history: SpikeHistory | None
+    accepted: jax.Array
+    spiked: jax.Array | None = None
+    history: SpikeHistory | None = None
+
+    @property
+    def says_something(self) -> jax.Array:
+        """Gradients that are 0 for want of a weight say nothing about divergence, or about the loss scale."""
+        return self.weighs | ~self.finite
 
 
 def _judge(
-    state: TrainState, gradients: Gradients, loss: jax.Array, grad_norm: jax.Array, settings: StepSettings
+    settings: StepSettings, state: TrainState, gradients: Gradients, loss: jax.Array, grad_norm: jax.Array
 ) -> _Verdict:
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     # A batch without any weight says nothing: momentum and decay would move parameters by it, and its sum of 0 would be
     # the best loss ever to an optimizer that reads one. Weights of both signs may sum to 0 too, and say something.
     has_weight = gradients.weight != 0
     weighs = has_weight | (gradients.loss_sum != 0) | (grad_norm != 0)
-    accepted, history = finite & weighs, state.spikes
-    if settings.spikes is None or history is None:
-        return _Verdict(accepted, finite, weighs, None, history)
+    accepted = finite & weighs
+    if settings.spikes is None or state.spikes is None:
+        return _Verdict(finite, weighs, accepted)
     # A loss that is not divided by a weight cannot be compared with others.
-    spiked = accepted & has_weight & history.spiked(loss, grad_norm, settings.spikes)
+    spiked = accepted & has_weight & state.spikes.spiked(loss, grad_norm, settings.spikes)
     accepted = accepted & ~spiked
-    history = history.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
-    return _Verdict(accepted, finite, weighs, spiked, history)
+    history = state.spikes.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
+    return _Verdict(finite, weighs, accepted, spiked, history)
+
+
+def _next_loss_scale(settings: StepSettings, loss_scale: LossScale | None, verdict: _Verdict) -> LossScale | None:
+    if loss_scale is None:
+        return None
+    return _keep(loss_scale.move(verdict.finite, settings.loss_scaling), loss_scale, verdict.says_something)
+
+
+def _count_skipped(settings: StepSettings, state: TrainState, verdict: _Verdict) -> SkippedSteps:
+    # While a loss scale still falls, a skip is its search and not a sign of divergence.
+    is_bad = jnp.bool_(True)
+    if state.loss_scale is not None:
+        is_bad = state.loss_scale.scale <= settings.loss_scaling.minimum
+    if verdict.spiked is not None:
+        is_bad = is_bad | verdict.spiked
+    return state.skipped.count(verdict.accepted, is_bad=is_bad & verdict.says_something)
 
 
 def _keep(new: Any, old: Any, accepted: jax.Array) -> Any:
-    """The new leaves where a step is accepted, in the dtypes of the old ones, whatever an optimizer makes of them."""
+    """Return the new leaves where a step is accepted, in the dtypes of the old ones, whatever an optimizer gives."""
     # A select, not a product with zero: NaN times zero is NaN.
     return jax.tree.map(lambda n, o: jnp.where(accepted, n.astype(o.dtype), o), new, old)
 
 
 def _averages(
-    state: TrainState, trained: Any, model_state: Any, accepted: jax.Array, settings: StepSettings
+    settings: StepSettings, state: TrainState, trained: Any, model_state: Any, accepted: jax.Array
 ) -> tuple[Any, Any]:
-    """The moving averages of parameters and model_state after a step; both None where there are none."""
+    """Return the moving averages of parameters and model_state after a step; both None where there are none."""
     averages = (state.ema, state.ema_model_state)
-    if settings.ema_decay is None:
+    if not settings.has_average:
         return averages
-    decay = average_decay(settings.ema_decay, state.step - state.skipped.total)
+    decay = settings.average_decay(state.step - state.skipped.total)
     values = (trained, floating_leaves(model_state))
     moved = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(e.dtype), averages, values)
     return _keep(moved, averages, accepted)
 
 
 def _metrics(
+    settings: StepSettings,
     state: TrainState,
     new_state: TrainState,
     gradients: Gradients,
     grad_norm: jax.Array,
-    found: _Verdict,
-    settings: StepSettings,
+    verdict: _Verdict,
 ) -> Metrics:
     metrics = {
         "loss": _mean_or_nan(gradients.loss_sum, gradients.weight),
@@ -153,8 +185,9 @@ def _metrics(
         "skipped_steps": new_state.skipped.total,
         "skipped_in_a_row": new_state.skipped.in_a_row,
     }
-    if found.spiked is not None and found.history is not None:
-        metrics |= {"spiked": found.spiked.astype(jnp.int32), "spikes": found.history.spikes}
+    if verdict.spiked is not None and verdict.history is not None:
+        metrics["spiked"] = verdict.spiked.astype(jnp.int32)
+        metrics["spikes"] = verdict.history.spikes
     metrics |= mean_metrics(gradients.metrics)
     # Skipped steps do not advance the optimizer, so they do not advance its schedule either.
     if settings.learning_rate is not None:
@@ -179,32 +212,24 @@ def gradient_norm(tree: Any, *, sliced: bool) -> jax.Array:
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
-    x = x if not jnp.iscomplexobj(x) else jnp.stack([x.real, x.imag])
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
     if x.size < _LARGE or x.size % _SLICES:
         return jnp.sum(jnp.square(x))
-    parts = jax.lax.split(x.reshape(_SLICES, -1), (1,) * _SLICES)
-    return jnp.sum(functools.reduce(jnp.add, map(jnp.square, parts)))
+    slices = jax.lax.split(x.reshape(_SLICES, -1), (1,) * _SLICES)
+    return jnp.sum(functools.reduce(jnp.add, map(jnp.square, slices)))
 
 
 def _unscaled(tree: Any, scale: jax.Array | None) -> Any:
-    """Gradients in float32, divided by the loss scale where there is one."""
+    """Return gradients in float32, divided by the loss scale if there is one."""
     tree = cast_floats(tree, jnp.float32)
-    return tree if scale is None else jax.tree.map(lambda g: g / scale, tree)
-
-
-def average_decay(decay: float, updates: jax.Array) -> jax.Array:
-    """What a moving average keeps of itself after so many finite updates (int32 []): float32 [].
-
-    (1 + t) / (10 + t), at most `decay`: of the first parameters, random numbers, 0.999 would keep much for long.
-
-    Source: `tf.train.ExponentialMovingAverage` with `num_updates`, as in Tan and Le 2019 (EfficientNet).
-    """
-    t = updates.astype(jnp.float32)
-    return jnp.minimum(decay, (1 + t) / (10 + t))
+    if scale is None:
+        return tree
+    return jax.tree.map(lambda g: g / scale, tree)
 
 
 def mean_metrics(sums: Sums) -> Metrics:
-    """name -> sum / weight, NaN where the weight is 0; totals, which have no weight, as they are."""
+    """Return name -> sum / weight, NaN where the weight is 0; totals, which have no weight, as they are."""
     means = {}
     for name, pair in sums.items():
         total, weight = sum_ratios(*pair)
@@ -213,5 +238,5 @@ def mean_metrics(sums: Sums) -> Metrics:
 
 
 def _mean_or_nan(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """A mean, NaN where there is no weight and so no mean."""
+    """Return a mean, NaN where there is no weight and so no mean."""
     return jnp.where(weight != 0, total / divisor(weight), jnp.nan)

@@ -72,7 +72,7 @@ BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
 
 def above_a_base(base: str, *, layers: int = 2, remat: str = "none", mesh: Any = None, **sizes: int) -> jt.TrainStep:
     config = {**SIZES, **sizes, "num_layers": layers}
-    model = jt.build_model(config, input_shape=(16,), vocab_size=64, remat=jt.Remat(remat))
+    model = jt.build_model(config, input_shape=(16,), vocab_size=64, remat=jt.Remat(policy=remat))
     adapted = jt.adapt(model, lora=jt.LoraConfig(rank=8), base=base)
     mesh = mesh or jt.make_mesh(devices=jax.devices()[:1])
     return jt.make_train_step(adapted, jt.language_modeling(), optax.adam(1e-2), mesh=mesh)

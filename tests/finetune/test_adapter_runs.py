@@ -141,11 +141,11 @@ def test_a_step_starts_from_an_adapter_run_or_puts_adapters_on_a_tree(published:
     run_dir, result = published
     adapted = jt.adapt(model(), lora=jt.LoraConfig(rank=4, targets=("query", "value", "down")))
     step = step_of(adapted)
-    assert same(step.init(0, params=run_dir).params, result.state.evaluation_params)
+    assert same(step.init(0, jt.load_weights(step, run_dir)).params, result.state.evaluation_params)
     with pytest.raises(ConfigError, match=r"holds adapters of .* export .* --merge"):
-        step_of(model()).init(0, params=run_dir)
+        jt.load_weights(step_of(model()), run_dir)
     original, _ = jax.jit(model().init)(jax.random.key(3))
-    state = step.init(0, params=original)
+    state = step.init(0, jt.load_weights(step, original))
     kernel = state.params["blocks"]["mlp"]["down"]["kernel"]
     assert np.array_equal(kernel.base, original["blocks"]["mlp"]["down"]["kernel"])
     assert not np.any(kernel.lora_b)
@@ -179,7 +179,7 @@ def test_every_start_is_found_again(tmp_path: Path, start: str, base: str | None
             else jt.adapt(model(), lora=jt.LoraConfig(rank=2, targets=("query",)), base=base)
         )
         with Checkpointer(tmp_path / "base" / "checkpoints") as checkpointer:
-            checkpointer.save(0, step.init(0, params=tree), metadata={})
+            checkpointer.save(0, step.init(0, jt.load_weights(step, tree)), metadata={})
         given["params"] = tmp_path / "base"
     result = fit(tmp_path / "run", base, **given)
     opened = jt.open_run(tmp_path / "run", model=model())

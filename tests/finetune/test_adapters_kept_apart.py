@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     params, _ = jax.jit(model().init)(jax.random.key(7))
     folder = jt.save_pretrained(path / "model", params, model=MODEL)
     step = step_of(LORA)
-    state = step.init(0, params=folder)
+    state = step.init(0, jt.load_weights(step, folder))
     trains = step.model.adapted.trains
     record = describe_base(state.params, trains, format="published", path=str(folder), seed=0)
     with Checkpointer(path / "run" / "checkpoints") as checkpointer:
@@ -70,16 +70,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.long
 def test_adapters_of_another_scale_are_refused(run: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"trained with scale 2, .* gives scale 32"):
-        step_of(LORA.model_copy(update={"alpha": 64.0})).init(0, params=run[0])
+        jt.load_weights(step_of(LORA.model_copy(update={"alpha": 64.0})), run[0])
     # The same number in other words is no other scale.
     stabilised = LORA.model_copy(update={"alpha": 2 * 2**0.5, "rank_stabilised": True})
-    assert step_of(stabilised).init(0, params=run[0]).params
+    assert jt.load_weights(step_of(stabilised), run[0]).params
 
 
 @pytest.mark.long
 def test_another_base_is_found_out_under_another_policy(run: tuple[Path, Path], tmp_path: Path) -> None:
     run_dir, folder = run
-    right = step_of(LORA, "bf16").init(0, params=run_dir).params["embedding"]
+    right = jt.load_weights(step_of(LORA, "bf16"), run_dir).params["embedding"]
     assert right.dtype == jnp.bfloat16
     assert np.array_equal(right, jt.load_pretrained(folder).params["embedding"].astype(jnp.bfloat16))
     aside = folder.rename(tmp_path / "aside")
@@ -87,7 +87,7 @@ def test_another_base_is_found_out_under_another_policy(run: tuple[Path, Path], 
         other, _ = jax.jit(model().init)(jax.random.key(8))
         jt.save_pretrained(folder, other, model=MODEL)
         with pytest.raises(CheckpointError, match="is not the base of"):
-            step_of(LORA, "bf16").init(0, params=run_dir)
+            jt.load_weights(step_of(LORA, "bf16"), run_dir)
     finally:
         folder.rename(tmp_path / "other")
         aside.rename(folder)

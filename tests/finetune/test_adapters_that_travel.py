@@ -50,18 +50,18 @@ def test_a_step_starts_from_an_adapter():
     mesh = jt.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     adapted = jt.adapt(jt.load_pretrained(LLAMA).model, lora=model.adapted.lora)
     step = jt.make_train_step(adapted, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
-    state = step.init(0, params=LLAMA, adapter=ADAPTER)
+    state = step.init(0, jt.load_weights(step, LLAMA, adapter=ADAPTER))
     for kernel in ("query", "value"):
         found, wanted = (tree["blocks"]["attention"][kernel]["kernel"] for tree in (state.params, params))
         np.testing.assert_array_equal(found.lora_a, wanted.lora_a)
         np.testing.assert_array_equal(found.lora_b, wanted.lora_b)
         np.testing.assert_array_equal(found.base, wanted.base)
     with pytest.raises(ConfigError, match="without its base"):
-        step.init(0, adapter=ADAPTER)
+        jt.load_weights(step, None, adapter=ADAPTER)
     other = jt.adapt(jt.load_pretrained(LLAMA).model, lora=model.adapted.lora.model_copy(update={"alpha": 9.0}))
     other = jt.make_train_step(other, jt.language_modeling(), optax.sgd(0.1))
     with pytest.raises(ConfigError, match="has rank 4 and scale 2, but"):
-        other.init(0, params=LLAMA, adapter=ADAPTER)
+        jt.load_weights(other, LLAMA, adapter=ADAPTER)
 
 
 @pytest.fixture(scope="module")

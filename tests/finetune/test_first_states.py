@@ -34,5 +34,5 @@ def test_what_a_user_gave_stays_as_it_was(adapted: dict[str, Any] | None, degree
         # Of a model this small, factors are more than the usual 2%.
         parallelism=jt.Parallelism(max_replicated_fraction=0.1),
     )
-    step(step.init(5, params=given), BATCH)
+    step(step.init(5, jt.load_weights(step, given)), BATCH)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(given), before)

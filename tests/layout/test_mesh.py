@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from jaxtrain.config.schema import ParallelConfig
+from jaxtrain.config.schema import Parallelism
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import crossing_axes, make_mesh, mesh_notes
 from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
@@ -49,7 +49,7 @@ def test_data_is_auto_unless_another_axis_is():
         ({"fsdp": "auto", "data": "auto"}, "auto", "auto"),
         ({"fsdp": 4}, "auto", 4),
     ):
-        degrees = config_degrees(ParallelConfig(**settings))
+        degrees = config_degrees(Parallelism(**settings))
         assert (degrees["data"], degrees["fsdp"]) == (data, fsdp)
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig
+from jaxtrain.config.schema import Remat
 from jaxtrain.layout.rules import table_row
 from jaxtrain.layout.sharding import path_name
 from jaxtrain.models.from_nnx import from_nnx
@@ -22,7 +23,6 @@ from jaxtrain.models.shipped.transformer import transformer
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.models.wrap import from_functions, from_linen
 from jaxtrain.precision.policy import cast_floats
-from jaxtrain.remat.policy import Remat
 
 SMALL = dict(num_layers=2, embed_dim=8, num_heads=2, vocab_size=13, max_sequence_length=6)
 # Inits for these keys compile five times faster than for the default kind.
@@ -80,7 +80,7 @@ LLAMA = dict(num_kv_heads=1, mlp_dim=12)
 
 
 def transformer_of(remat="none", **settings):
-    return transformer(TransformerConfig(**{**SMALL, **settings}), remat=Remat(remat))
+    return transformer(TransformerConfig(**{**SMALL, **settings}), remat=Remat(policy=remat))
 
 
 def resnet_of(**settings):

@@ -14,7 +14,7 @@ from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
-from jaxtrain.train.parallelism import shard_model
+from jaxtrain.train.build import shard_model
 
 _SMALL = dict(
     kind="encoder_decoder", num_layers=1, num_decoder_layers=2, embed_dim=8, num_heads=2, mlp_dim=16,

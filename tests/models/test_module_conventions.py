@@ -120,7 +120,7 @@ class Stacked(nnx.Module):
         self.head = nnx.Linear(4, 3, rngs=rngs)
 
     def __call__(self, x):
-        x, _ = scan_stack(self.blocks, lambda b, x, *_: (b(x), None), x, path="blocks", remat=jt.Remat())
+        x, _ = scan_stack(self.blocks, lambda b, x, *_: (b(x), None), x, path="blocks", remat=jt.Remat(policy="none"))
         return self.head(x)
 
 

@@ -180,10 +180,10 @@ def built(model: Model, policy: str = "full") -> TrainStep:
 
 
 def test_a_model_from_python_keeps_its_own_remat_policy() -> None:
-    assert built(stages(Remat("full"))).model.remat == Remat("full")
+    assert built(stages(Remat(policy="full"))).model.remat == Remat(policy="full")
     # The default of a config asks for nothing of a model that has its own policy, or can have none.
-    assert built(stages(Remat("full")), "dots").model.remat == Remat("full")
+    assert built(stages(Remat(policy="full")), "dots").model.remat == Remat(policy="full")
     assert built(PLAIN, "dots").model is PLAIN
-    for model in (PLAIN, stages(), stages(Remat("sqrt"))):
+    for model in (PLAIN, stages(), stages(Remat(policy="sqrt"))):
         with pytest.raises(ConfigError, match=r"remat.policy=full does not apply.*from_stages\(remat"):
             built(model)

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config.model import MLPConfig
 from jaxtrain.config.optimizers import OptimizerConfig
+from jaxtrain.config.schema import Parallelism
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification
@@ -23,7 +24,6 @@ from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import num_slices, updates_elementwise
 from jaxtrain.optim.wrappers import elementwise
 from jaxtrain.runtime.compiler import record_choices
-from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step
 
 RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from jaxtrain.config.data import DigitsData, TextData
 from jaxtrain.config.model import MLPConfig, ResNetConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
-from jaxtrain.config.schema import LoraConfig
+from jaxtrain.config.schema import LoraConfig, Parallelism, Remat
 from jaxtrain.data import Batches, open_data
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import adapt
@@ -24,8 +24,6 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.remat.policy import Remat
-from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import TrainStep, make_train_step
 
 STEPS = 6
@@ -91,7 +89,7 @@ def transformer(remat: str, **options: Any) -> Model:
     """Llama's variants with grouped-query heads; eight layers, so that four stages can have two chunks each."""
     sizes = dict(num_layers=8, embed_dim=32, num_heads=8, num_kv_heads=4, mlp_dim=64, max_sequence_length=32)
     config = TransformerConfig(**{**sizes, **options})
-    return build_model(config, input_shape=(32,), vocab_size=256, remat=Remat(remat))
+    return build_model(config, input_shape=(32,), vocab_size=256, remat=Remat(policy=remat))
 
 
 def digits(settings: Any) -> Callable[[str], Model]:

@@ -16,11 +16,11 @@ import optax
 import pytest
 from layouts import ONE, Layout, distance, layout, make_mesh_of
 
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import TASKS
-from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import TrainStep, make_train_step
 
 STEPS, ROWS, LENGTH, OUTPUT, VOCABULARY, CLASSES = 4, 8, 32, 16, 48, 4
@@ -232,7 +232,7 @@ def make_model(name: str, remat: str = "none", **settings: Any) -> Model:
     case = CASES[name]
     shape = (8, 8, 1) if name == "vit" else (LENGTH,)
     classes = None if case.task == "language_modeling" else CLASSES
-    return build_model({**case.settings, **settings}, input_shape=shape, num_outputs=classes, remat=Remat(remat))
+    return build_model({**case.settings, **settings}, input_shape=shape, num_outputs=classes, remat=Remat(policy=remat))
 
 
 @functools.cache

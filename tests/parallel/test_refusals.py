@@ -10,13 +10,13 @@ from layouts import CASES, make_step, transformer
 from layouts import layout as layout_of
 
 from jaxtrain import Evaluator, Parts, from_functions
+from jaxtrain.config.schema import Parallelism
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.train.parallelism import Parallelism
 from jaxtrain.train.step import make_train_step
 
 CHUNKED = dict(schedule="interleaved_1f1b")

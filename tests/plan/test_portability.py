@@ -90,15 +90,14 @@ def compile_row(name: str) -> dict[str, Any]:
     from program_text import crosses
 
     from jaxtrain.config.model import TransformerConfig
+    from jaxtrain.config.schema import Parallelism, Remat
     from jaxtrain.layout.mesh import crossing_axes, make_mesh
     from jaxtrain.models.shipped.build import build_model
     from jaxtrain.models.tasks import language_modeling
     from jaxtrain.parallel.programs import collectives
     from jaxtrain.plan.topology import compile_for, topology_devices
-    from jaxtrain.remat.policy import Remat
     from jaxtrain.runtime import distributed
     from jaxtrain.runtime.compiler import record_choices
-    from jaxtrain.train.parallelism import Parallelism
     from jaxtrain.train.step import make_train_step
 
     distributed.start(emulate=1)
@@ -108,7 +107,7 @@ def compile_row(name: str) -> dict[str, Any]:
     config = TransformerConfig.model_validate({**TRANSFORMER, **keys})
     held = name in ACTIVATIONS
     shape = (4 * 16 * 256 if held else 32, config.max_sequence_length)
-    model = build_model(config, input_shape=shape[1:], vocab_size=512, remat=Remat("full" if held else "dots"))
+    model = build_model(config, input_shape=shape[1:], vocab_size=512, remat=Remat(policy="full" if held else "dots"))
     options = {
         "policy": "bf16",
         "clip_norm": 1.0,

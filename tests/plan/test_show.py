@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import Config, ParallelConfig, TrainConfig
+from jaxtrain.config.schema import Config, Parallelism, TrainConfig
 from jaxtrain.plan.compile import ExactMemory
 from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.estimate import Estimate
@@ -52,9 +52,7 @@ COST = Cost(1000, 100.0, 0.01, 800.0, 8, 2400.0, 1200.0)
 def estimate_on(name="h100", num_devices=8, **changes) -> Estimate:
     """A plan of round numbers: 20 GiB in two parts, of 79 GiB."""
     made = Estimate(
-        config=Config(
-            parallel=ParallelConfig(data=1, fsdp=num_devices, zero=0), train=TrainConfig(global_batch_size=64)
-        ),
+        config=Config(parallel=Parallelism(data=1, fsdp=num_devices, zero=0), train=TrainConfig(global_batch_size=64)),
         target=target_of(catalogue()[name], num_devices),
         degrees={"pipe": 1, "data": 1, "fsdp": num_devices, "expert": 1, "context": 1, "tensor": 1},
         workload=Workload("tokens", (4096,), 256, None, 64, 1e9, ("256 ids, as bytes have",)),

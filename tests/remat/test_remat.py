@@ -8,22 +8,23 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.model import TransformerConfig
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.shipped.transformer import transformer
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL, scan_blocks
 
 CONFIG = TransformerConfig(num_layers=3, embed_dim=16, num_heads=2, vocab_size=32, max_sequence_length=8)
 TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8)
 
 POLICIES = {
-    "none": Remat("none"),
-    "full": Remat("full"),
-    "dots": Remat("dots"),
-    "one name": Remat("names", ("attention_projection",)),
+    "none": Remat(policy="none"),
+    "full": Remat(policy="full"),
+    "dots": Remat(policy="dots"),
+    "one name": Remat(policy="names", names=("attention_projection",)),
     # Three layers are one segment of two and a rest of one.
-    "sqrt": Remat("sqrt"),
-    "block inputs offloaded": Remat("full", offload=("block_input",)),
-    "one name offloaded, one kept": Remat("names", ("attention_output",), ("mlp_hidden",)),
+    "sqrt": Remat(policy="sqrt"),
+    "block inputs offloaded": Remat(policy="full", offload=("block_input",)),
+    "one name offloaded, one kept": Remat(policy="names", names=("attention_output",), offload=("mlp_hidden",)),
 }
 
 
@@ -46,7 +47,7 @@ def loss(remat):
 
 @pytest.fixture(scope="module")
 def reference(params):
-    return jax.jit(jax.grad(loss(Remat())))(params)
+    return jax.jit(jax.grad(loss(KEEP_ALL)))(params)
 
 
 def kept_bytes(remat, params):
@@ -93,12 +94,12 @@ def test_segments_give_what_a_plain_scan_gives():
         return x, jnp.sum(x)
 
     def run(remat, carry, layers):
-        last, outputs = remat.scan(block, carry, layers)
+        last, outputs = scan_blocks(remat, block, carry, layers)
         return jnp.sum(last * last) + jnp.sum(outputs * jnp.arange(1.0, count + 1)), (last, outputs)
 
     found, wanted = (
         jax.jit(jax.grad(partial(run, remat), argnums=(0, 1), has_aux=True))(carry, layers)
-        for remat in (Remat("sqrt"), Remat("none"))
+        for remat in (Remat(policy="sqrt"), Remat(policy="none"))
     )
     # A few roundings of 6e-8 of values up to 10.
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6), found, wanted)
@@ -113,7 +114,7 @@ def test_sqrt_takes_memory_of_sqrt_n():
 
     def temporaries(policy, count):
         def loss(x, layers):
-            return jnp.sum(Remat(policy).scan(block, x, layers)[0])
+            return jnp.sum(scan_blocks(Remat(policy=policy), block, x, layers)[0])
 
         layers = jax.ShapeDtypeStruct((count, 64, 64), np.float32)
         memory = jax.jit(jax.grad(loss)).lower(x, layers).compile().memory_analysis()
@@ -129,7 +130,10 @@ def test_offloaded_tensors_cross_to_the_host_and_back(params):
     """On CPU the compiled program holds no transfers, because both memories are one: they are read off the trace."""
     kept, moved = (
         str(jax.make_jaxpr(jax.grad(loss(remat)))(params))
-        for remat in (Remat("names", ("mlp_hidden",)), Remat("names", ("attention_output",), ("mlp_hidden",)))
+        for remat in (
+            Remat(policy="names", names=("mlp_hidden",)),
+            Remat(policy="names", names=("attention_output",), offload=("mlp_hidden",)),
+        )
     )
     assert "device_put" not in kept
     # One tensor of one scan: out in the forward loop, back in the backward loop.
@@ -140,14 +144,17 @@ def test_offloaded_tensors_cross_to_the_host_and_back(params):
 @pytest.mark.parametrize(
     ("remat", "message"),
     [
-        (("some",), "Remat: policy is 'some', not one of none, full, dots, sqrt, names"),
-        (("names", ("mlp",)), "Remat: names is 'mlp', not one of query, key, value, attention_output"),
-        (("dots", (), ("mlp_hidden",)), "Remat: remat.offload needs remat.policy=full or names"),
-        (("names", ("query",), ("query",)), "Remat: remat.policy=names needs remat.names, none of them in"),
+        (dict(policy="some"), "Remat: policy is 'some', not one of none, full, dots, sqrt, names"),
+        (dict(policy="names", names=("mlp",)), "Remat: names is 'mlp', not one of query, key, value, attention_output"),
+        (dict(policy="dots", offload=("mlp_hidden",)), "Remat: remat.offload needs remat.policy=full or names"),
+        (
+            dict(policy="names", names=("query",), offload=("query",)),
+            "Remat: remat.policy=names needs remat.names, none of them in",
+        ),
     ],
     ids=["policy", "name", "a policy without names", "kept twice"],
 )
 def test_wrong_policies(remat, message):
     with pytest.raises(ConfigError) as caught:
-        Remat(*remat)
+        Remat(**remat)
     assert str(caught.value).startswith(message)

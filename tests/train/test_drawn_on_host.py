@@ -68,8 +68,8 @@ def test_bits_are_those_of_the_program(
     group: dict[str, Any], task: jt.Task, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = step_of(built(group), task, **options)
-    expected = step._first_state._program(frozenset())(jax.random.key(2**31 + 7), params=None, model_state=None)
-    monkeypatch.setattr(FirstState, "_program", lambda self, placed: _OnlyTraced(step, placed))
+    expected = step._first_state.program(frozenset())(jax.random.key(2**31 + 7), params=None, model_state=None)
+    monkeypatch.setattr(FirstState, "program", lambda self, placed: _OnlyTraced(step, placed))
     found = step.init(jax.random.key(2**31 + 7))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert bits(found) == bits(expected)
@@ -123,7 +123,7 @@ def test_own_models_have_the_bits_of_the_program() -> None:
     for name, draw in OWN_DRAWS.items():
         model = jt.from_functions(lambda key, draw=draw: {"w": draw(key)}, lambda params, inputs: inputs)
         step = step_of(model, jt.regression(), optimizer=optax.sgd(0.1))
-        program = step._first_state._program(frozenset())
+        program = step._first_state.program(frozenset())
         assert bits(step.init(key)) == bits(program(key, params=None, model_state=None)), name
 
 

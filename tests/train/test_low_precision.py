@@ -12,6 +12,7 @@ import pytest
 
 from jaxtrain import Evaluator, quantize
 from jaxtrain.config import load_config
+from jaxtrain.config.schema import Remat
 from jaxtrain.data import Batches, open_data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
@@ -20,7 +21,6 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
 from jaxtrain.models.wrap import from_functions
 from jaxtrain.precision.kernels import QuantizedKernel
-from jaxtrain.remat.policy import Remat
 from jaxtrain.train.step import TrainStep, make_train_step
 
 STEPS, ROWS, LENGTH = 50, 8, 32
@@ -37,7 +37,7 @@ def setting():
 
 def make_step(policy: str, num_devices: int = 1, **degrees: int) -> TrainStep:
     model_config, data = setting()
-    model = build_model(model_config, input_shape=(LENGTH,), vocab_size=data.vocab_size, remat=Remat("dots"))
+    model = build_model(model_config, input_shape=(LENGTH,), vocab_size=data.vocab_size, remat=Remat(policy="dots"))
     mesh = make_mesh(**{"data": 1, **degrees}, devices=jax.devices()[:num_devices])
     return make_train_step(model, language_modeling(), optax.adamw(3e-3), mesh=mesh, policy=policy, clip_norm=1.0)
 

@@ -54,8 +54,8 @@ def judged(series: np.ndarray, rule: jt.SpikeRule) -> list[bool]:
     "rule",
     [
         pytest.param(RULE, id="both"),
-        pytest.param(jt.SpikeRule(8, 4.0, "loss"), id="loss"),
-        pytest.param(jt.SpikeRule(8, 4.0, "grad_norm"), id="grad_norm"),
+        pytest.param(jt.SpikeRule(window=8, sigmas=4.0, watch="loss"), id="loss"),
+        pytest.param(jt.SpikeRule(window=8, sigmas=4.0, watch="grad_norm"), id="grad_norm"),
     ],
 )
 def test_the_rule_is_that_of_numpy(rule: jt.SpikeRule) -> None:

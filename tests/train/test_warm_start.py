@@ -90,7 +90,7 @@ def new_head() -> TrainStep:
 
 def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: TrainStep) -> None:
     run, last = trained
-    state = fresh.init(7, params=str(run))
+    state = fresh.init(7, jt.load_weights(fresh, str(run)))
     assert same(state.params, last.params)
     assert same(state.model_state, last.model_state)
     assert same(state.ema, last.params), "the average starts from what was read"
@@ -104,7 +104,7 @@ def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: T
     fresh(state, batch())
     given = fresh.init(0, params=host(last.params), model_state=host(last.model_state))
     assert same(given.model_state, last.model_state)
-    newest, earlier = (fresh.init(0, params=run / "checkpoints" / step) for step in ("4", "3"))
+    newest, earlier = (fresh.init(0, jt.load_weights(fresh, run / "checkpoints" / step)) for step in ("4", "3"))
     assert same(newest.params, last.params)
     assert not same(earlier.params, last.params)
     path = "params/layers.0.weight"
@@ -116,7 +116,7 @@ def test_a_run_is_read_into_the_shardings_of_another_mesh(trained: Any, fresh: T
 
 def test_the_average_is_taken_where_there_is_one(averaged: Any, fresh: TrainStep) -> None:
     run, last = averaged
-    state = fresh.init(7, params=run)
+    state = fresh.init(7, jt.load_weights(fresh, run))
     assert same(state.params, last.evaluation_params)
     assert not same(state.params["head"], last.params["head"])
     assert same(state.model_state, last.evaluation_model_state)
@@ -125,7 +125,7 @@ def test_the_average_is_taken_where_there_is_one(averaged: Any, fresh: TrainStep
 def test_a_new_head_is_drawn(trained: Any, new_head: TrainStep) -> None:
     run, last = trained
     for params in (run, {"layers.0.weight": np.array(last.params["layers.0.weight"])}):
-        state = new_head.init(3, params=params, skip=["head/*"])
+        state = new_head.init(3, jt.load_weights(new_head, params, skip=["head/*"]))
         assert same(state.params["layers.0.weight"], last.params["layers.0.weight"])
         assert same(state.params["head"], new_head.init(3).params["head"])
     state, metrics = new_head(state, batch(8))
@@ -137,7 +137,7 @@ def test_a_run_of_another_policy_and_a_state_of_ones_own(tmp_path: Path) -> None
     last = train(make("one device", policy="bf16_pure"), tmp_path)
     step = make("one device")
     statistics = {"statistics": {"mean": np.full(8, 2, np.float32)}}
-    state = step.init(0, params=tmp_path, model_state=statistics)
+    state = step.init(0, jt.load_weights(step, tmp_path, model_state=statistics))
     assert same(state.params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), last.params))
     assert same(state.model_state, statistics)
 
@@ -148,11 +148,11 @@ def test_a_damaged_newest_step_is_passed_over(trained: Any, fresh: TrainStep, tm
     newest = tmp_path / "copy" / "checkpoints" / "4"
     for file in (newest / "jaxtrain").iterdir():
         file.write_text("{}")
-    state = fresh.init(0, params=tmp_path / "copy")
-    assert same(state.params, fresh.init(0, params=run / "checkpoints" / "3").params)
+    state = fresh.init(0, jt.load_weights(fresh, tmp_path / "copy"))
+    assert same(state.params, jt.load_weights(fresh, run / "checkpoints" / "3").params)
     assert "step 3 is used instead" in capsys.readouterr().err
     with pytest.raises(jt.CheckpointError, match="is damaged"):
-        fresh.init(0, params=newest)
+        jt.load_weights(fresh, newest)
     assert newest.is_dir(), "reading renames nothing"
 
 
@@ -162,26 +162,28 @@ def ours(params: dict[str, Any]) -> dict[str, Any]:
 
 HEAD = {"kernel": np.zeros((16, 4), np.float32), "bias": np.zeros(4, np.float32)}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no head": (dict(params=ours({})), r"head/bias is missing \(2 missing, 0 too many\).* write skip=\[\"head/\*\"\]"),
+    "no head": (dict(source=ours({})), r"head/bias is missing \(2 in all differ\).* write skip=\[\"head/\*\"\]"),
     "shape": (
-        dict(params=ours({**HEAD, "bias": np.zeros(3, np.float32)})),
-        r"head/bias is float32\[3\], not float32\[4\]; write skip=\[\"head/\*\"\]",
+        dict(source=ours({**HEAD, "bias": np.zeros(3, np.float32)})),
+        r"head/bias is float32\[3\], not float32\[4\] .* write skip=\[\"head/\*\"\]",
     ),
     "pattern of nothing": (
-        dict(params=ours(HEAD), skip=["hed/*"]),
+        dict(source=ours(HEAD), skip=["hed/*"]),
         r"skip: 'hed/\*' matches no parameter; the",
     ),
-    "no folder": (dict(params="runs/nothing"), r"no checkpoint at runs/nothing; give a run \(runs/<name>\)"),
+    "no folder": (dict(source="runs/nothing"), r"no checkpoint at runs/nothing; give a run \(runs/<name>\)"),
 }
 
 
 @pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
 def test_what_cannot_be_a_start_is_one_line(given: dict[str, Any], words: str, fresh: TrainStep) -> None:
     with pytest.raises((jt.ConfigError, jt.CheckpointError), match=words):
-        fresh.init(0, **given)
+        jt.load_weights(fresh, **given)
 
 
 def test_a_run_with_another_head_is_one_line(trained: Any, new_head: TrainStep) -> None:
     run, _ = trained
-    with pytest.raises(jt.ConfigError, match=r"step 4, does not fit this step: head/bias is float32\[4\].*\"head/\*\""):
-        new_head.init(0, params=run)
+    with pytest.raises(
+        jt.ConfigError, match=r"step 4, does not fit the model of this step: head/bias is float32\[4\].*\"head/\*\""
+    ):
+        jt.load_weights(new_head, run)

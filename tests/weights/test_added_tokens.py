@@ -51,7 +51,7 @@ def test_a_step_starts_with_added_rows_on_a_mesh():
     grown = jt.load_pretrained(PUBLISHED / "llama", model={"vocab_size": 44})
     mesh = jt.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     step = jt.make_train_step(grown.model, jt.language_modeling(), optax.sgd(0.1), mesh=mesh)
-    state = step.init(0, params=PUBLISHED / "llama")
+    state = step.init(0, jt.load_weights(step, PUBLISHED / "llama"))
     jax.tree.map(np.testing.assert_array_equal, state.params, grown.params)
 
 

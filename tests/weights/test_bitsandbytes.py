@@ -24,7 +24,7 @@ def start(folder: Path, **degrees: int) -> tuple[Any, dict[str, Any]]:
     """A step on an nf4 base that is read from a folder, and its parameters by path."""
     model = jt.adapt(jt.load_pretrained(folder).model, lora=jt.LoraConfig(rank=4), base="nf4", double_quantization=True)
     step = jt.make_train_step(model, jt.language_modeling(), optax.adam(1e-3), mesh=jt.make_mesh(**degrees))
-    params = step.init(0, params=str(folder)).params
+    params = step.init(0, jt.load_weights(step, str(folder))).params
     return step, {"": params, **by_path(params)}
 
 
@@ -58,7 +58,7 @@ def test_a_float_folder_gives_the_same_integers_on_a_mesh(tmp_path):
     folder = jt.save_pretrained(tmp_path / "floats", pretrained.params, model=pretrained, dtype="float32")
     _, alone = start(folder)
     step, params = start(folder, pipe=2, fsdp=2, tensor=2)
-    given = by_path(step.init(0, params=pretrained.params).params)
+    given = by_path(step.init(0, jt.load_weights(step, pretrained.params)).params)
     for path, leaf in by_path(alone[""]).items():
         np.testing.assert_array_equal(params[path], leaf, err_msg=path)
         np.testing.assert_array_equal(given[path], leaf, err_msg=path)

@@ -86,7 +86,7 @@ ROWS = {
     "open_data: another template": (lambda: chats(template="chatnl"), "chatnl does not exist", "chatml or plain"),
     "open_data: no file": (lambda: chats(path="chats.jsonl"), "data.path chats.jsonl", "the nearest existing path"),
     "open_run: no run": (lambda: jt.open_run("runs/none"), "runs/none", "run"),
-    "Remat: an unknown policy": (lambda: jt.Remat("ful"), "'ful'", "not one of none, full"),
+    "Remat: an unknown policy": (lambda: jt.Remat(policy="ful"), "'ful'", "not one of none, full"),
     "run_config: no such config": (lambda: jt.run_config("digits"), "'digits'", "digits_mlp"),
     "save_pretrained: a full folder": (
         lambda: jt.save_pretrained(LLAMA, {}, model=GROUP),

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.config import load_config
 from jaxtrain.config.model import CalledModel, ModelConfig
-from jaxtrain.config.schema import BLOCK_INPUT
+from jaxtrain.config.schema import BLOCK_INPUT, Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.clip import clip
@@ -15,7 +15,7 @@ from jaxtrain.models.shipped.images import resnet, vit
 from jaxtrain.models.shipped.mlp import mlp
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
 from jaxtrain.models.shipped.transformer import transformer
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL
 from jaxtrain.runtime.call import call_function, described
 
 # (config, input_shape=, vocab_size=, num_outputs=, remat=) -> model
@@ -61,7 +61,7 @@ def build_model(
     if isinstance(config, CalledModel):
         return _called_model(config, sizes)
     known = BLOCK_INPUT if config.kind == "resnet" else None
-    wrong = [name for name in (remat or Remat()).offload if not isinstance(config, OF_BLOCKS) and name != known]
+    wrong = [name for name in (remat or KEEP_ALL).offload if not isinstance(config, OF_BLOCKS) and name != known]
     if wrong:
         raise ConfigError(
             f"remat.offload: model.kind={config.kind} has no tensor {wrong[0]!r}; known: {known or 'none'}"

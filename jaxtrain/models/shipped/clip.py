@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.model import CLIPConfig
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx, scan_stack
 from jaxtrain.models.model import DrawsByRow, Model
@@ -22,7 +23,7 @@ from jaxtrain.models.shipped.heads import HeadInputs
 from jaxtrain.models.shipped.images import ViT
 from jaxtrain.models.shipped.shapes import clip_image, model_tensors
 from jaxtrain.models.shipped.transformer import Transformer
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL
 
 # Section 2.5: a temperature of 0.07 to begin with.
 _FIRST_SCALE = math.log(1 / 0.07)
@@ -100,7 +101,7 @@ def clip(
     """
 
     def make(rngs: nnx.Rngs) -> CLIP:
-        return CLIP(config, remat or Remat(), rngs)
+        return CLIP(config, remat or KEEP_ALL, rngs)
 
     def call(module: Any, inputs: Any, key: jax.Array | None, train: bool) -> dict[str, jax.Array]:
         _check(config, inputs)

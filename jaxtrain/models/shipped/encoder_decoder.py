@@ -14,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig
+from jaxtrain.config.schema import Remat
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_nnx, make_stack, scan_stack
 from jaxtrain.models.initializers import INIT_STDDEV, normal
@@ -39,7 +40,7 @@ from jaxtrain.models.shipped.transformer import check_entries
 from jaxtrain.ops.attention.reference import attention
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL
 
 Memory = tuple[jax.Array, jax.Array]  # keys and values of the encoder's output [B, S, G, K]
 
@@ -166,7 +167,7 @@ class EncoderDecoder(nnx.Module):
             return carry, block.cross_attention.memory(memory_BSD)
 
         blocks = self.decoder.blocks
-        _, (key, value) = scan_stack(blocks, call, None, path="decoder/blocks", remat=Remat())
+        _, (key, value) = scan_stack(blocks, call, None, path="decoder/blocks", remat=KEEP_ALL)
         return {"cross_key": key, "cross_value": value, "segments": segments_BS}
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -188,7 +189,7 @@ class EncoderDecoder(nnx.Module):
         read = ("cross_key", "cross_value", "segments")  # what the encoder wrote stays as it is
         memory, written = (cache["cross_key"], cache["cross_value"]), {k: v for k, v in cache.items() if k not in read}
         blocks, carry = self.decoder.blocks, (self._embed(tokens_BT, None), written)
-        (x_BTD, written), _ = scan_stack(blocks, call, carry, path="decoder/blocks", remat=Remat(), per_layer=memory)
+        (x_BTD, written), _ = scan_stack(blocks, call, carry, path="decoder/blocks", remat=KEEP_ALL, per_layer=memory)
         return self.head(x_BTD).logits(), {**cache, **written}
 
 
@@ -227,7 +228,7 @@ def encoder_decoder(
     vocabulary = size_of("vocab_size", config.vocab_size, vocab_size)
 
     def make(rngs: nnx.Rngs) -> EncoderDecoder:
-        return EncoderDecoder(config, vocabulary, remat or Remat(), rngs)
+        return EncoderDecoder(config, vocabulary, remat or KEEP_ALL, rngs)
 
     def call(module: Any, inputs: Any, key: jax.Array | None, train: bool) -> DeferredLogits:
         takes = ("segments", "decoder_segments")

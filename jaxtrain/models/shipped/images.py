@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.model import ResNetConfig, ViTConfig, image_sizes
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_nnx, from_stages, make_stack, scan_stack
@@ -35,7 +36,7 @@ from jaxtrain.models.shipped.shapes import (
 )
 from jaxtrain.ops.elementwise import aligned
 from jaxtrain.ops.images import batch_norm, convolve, max_pool, normalise, normalise_and_convolve
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL
 
 # Decay of the running batch statistics.
 _NORM_MOMENTUM = 0.9
@@ -167,7 +168,7 @@ def resnet(
         raise ConfigError(f"model.kind=resnet takes images, but a row of the data has shape {input_shape}")
 
     def make(rngs: nnx.Rngs) -> ResNet:
-        return ResNet(config, input_shape[-1], classes, remat or Remat(), rngs)
+        return ResNet(config, input_shape[-1], classes, remat or KEEP_ALL, rngs)
 
     def call(module: Any, inputs: Any, key: Any, train: bool) -> jax.Array:
         return module(inputs, train=train)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.model import MLPConfig
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.from_nnx import from_nnx
 from jaxtrain.models.initializers import fan_in_normal
 from jaxtrain.models.layers import ACTIVATIONS, Linear, dropout
 from jaxtrain.models.model import DrawsByRow, Model
 from jaxtrain.models.shipped.shapes import dense_layers, model_tensors, size_of
-from jaxtrain.remat.policy import Remat
 
 
 class MLP(nnx.Module):

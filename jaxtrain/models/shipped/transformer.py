@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtrain.config.arguments import shown
 from jaxtrain.config.model import TransformerConfig
 from jaxtrain.config.rope import LongRope
+from jaxtrain.config.schema import Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.from_nnx import from_dict, from_stages, make_stack, scan_stack
@@ -43,7 +44,7 @@ from jaxtrain.models.shipped.moe import Routing
 from jaxtrain.models.shipped.shapes import embedding_projection_shape, model_tensors, size_of
 from jaxtrain.ops.embedding import embedding_lookup
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
-from jaxtrain.remat.policy import Remat
+from jaxtrain.remat.policy import KEEP_ALL
 
 # Tokens of a prompt that are read at a time: the scores of a chunk are in memory, not those of the prompt.
 PREFILL_CHUNK = 512
@@ -164,7 +165,7 @@ class Transformer(nnx.Module):
             return (x_BTD, own.arrays), None
 
         start = (self.embed({"tokens": tokens_BT, "positions": positions_BT}, None), cache)
-        kinds, first, remat = _layer_kinds(config), config.depth - config.num_layers, Remat()
+        kinds, first, remat = _layer_kinds(config), config.depth - config.num_layers, KEEP_ALL
         if self.leading is not None:
             start, _ = scan_stack(self.leading, call, start, path="leading", remat=remat)
         (x_BTD, cache), _ = scan_stack(
@@ -313,7 +314,7 @@ def transformer(
         return Transformer(config, vocabulary, labels, rngs)
 
     def embed(module: Transformer, inputs: Any, key: jax.Array | None, train: bool) -> Any:
-        return _embed(config, module, inputs, key, train, remat or Remat())
+        return _embed(config, module, inputs, key, train, remat or KEEP_ALL)
 
     def block(
         block: Block, carry: Any, inputs: Any, key: jax.Array | None, train: bool, kind: _LayerKind | None = None
