@@ -110,8 +110,8 @@ def refuse(*_, **__):
 def test_rows_are_read_as_in_training(kind, trained, monkeypatch):
     """The file that the run was trained on, through the loader of training and by `predict_file`."""
     folder = trained(kind)
-    monkeypatch.setattr("jaxtrain.run.assemble.make_train_step", refuse)
-    monkeypatch.setattr("jaxtrain.run.assemble.build_optimizer", refuse)
+    monkeypatch.setattr("jaxtrain.train.build.make_train_step", refuse)
+    monkeypatch.setattr("jaxtrain.train.build.build_optimizer", refuse)
     run = jt.open_run(folder / "run")
     path = run.config.data.path
     outputs = predicted(run, kind, path)
