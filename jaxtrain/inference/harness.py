@@ -60,12 +60,11 @@ class HarnessModel(TemplateLM):
         self._scorer = LikelihoodScorer(opened.sharded_model, batch_size=batch_size)
         self._answers = batch_size or _ANSWERS * self._scorer.shards
         self._leading = list(tokens_before(self._tokenizer)) if opened.special.added else []
-        self._chat_encoder = None
-        self._stop_tokens = text_ends(self._tokenizer, opened.special)
-        if chat and opened.chat is not None:
+        self._chat = opened.chat if chat else None
+        self._stop_tokens = text_ends(self._tokenizer, opened.special, self._chat)
+        if self._chat is not None:
             self._chat_encoder = ChatEncoder(self._tokenizer)
-            self._template = compile_template(opened.chat, today=datetime.date.today())
-            self._stop_tokens |= set(opened.chat.stop)
+            self._template = compile_template(self._chat, today=datetime.date.today())
 
     @property
     def eot_token_id(self) -> int:
@@ -79,7 +78,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text; None: after what the tokenizer's file puts before a text, unless it begins with it."""
-        if self._chat_encoder is None:
+        if self._chat is None:
             ids = self._tokenizer.encode(string).tolist()
         else:
             (encoded,) = self._chat_encoder.encode([string])
@@ -110,7 +109,11 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _scores(self, continuations: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        def report(done: int) -> None:
+        done = 0
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
             self._report(f"{done:,} of {len(continuations):,} log-likelihoods")
 
         return self._scorer(self._opened.params, self._opened.model_state, continuations, report=report)

@@ -1,31 +1,32 @@
 """Log-probabilities of continuations, in batches of few shapes.
 
-Shapes: R rows, L length, S scored tokens, V vocabulary.
+Shapes: R rows, L length, S scored tokens, D width, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
+from jaxtrain.inference.predict import Predictor
 from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
 from jaxtrain.parallel.division import batch_shards
-from jaxtrain.train.batch import batch_shardings, check_ids
 
 # What a batch holds on one device, at most: rows, tokens, and bytes of float32 logits.
 _MOST_ROWS = 64
 _TOKENS = 8192
 _LOGITS_BYTES = 2**30
-# Lengths are 32, 64, 128 and so on; numbers of scored tokens are 8, 64, 512 and so on.
-_SHORTEST_ROW = 32
-_FEWEST_SCORED = 8
+# What rows and their scored tokens are padded to, so that few shapes are compiled for.
+_LENGTHS = tuple(32 * 2**power for power in range(16))
+_NUMS_SCORED = (8, 64, 512)
 
 # Ids of a context, at least one, and of the continuation that is scored after it.
 Continuation = tuple[Sequence[int], Sequence[int]]
@@ -48,13 +49,17 @@ class LikelihoodScorer:
 
     def __init__(self, sharded_model: ShardedModel, *, batch_size: int | None = None) -> None:
         layout = sharded_model.layout
-        self._decoder = decoder_of(sharded_model.model, has_encoder=False)
+        decoder = decoder_of(sharded_model.model, has_encoder=False)
+        self.max_length = decoder.max_length
         self.shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
-        self._sharded_model = sharded_model
+        self._nums_scored = {*_NUMS_SCORED, self.max_length}
+        self._lengths = {length for length in _LENGTHS if length < self.max_length} | {self.max_length}
+        if decoder.short_length is not None:
+            # Padding may not make a text a long one, whose positions rotate by other frequencies.
+            self._lengths.add(decoder.short_length)
+        self._vocab_size = sharded_model.model.vocab_size or 1
         self._batch_size = batch_size
-        # Replicated, so that every process has all rows.
-        self._jitted = jax.jit(self._score, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
-        self.max_length = self._decoder.max_length
+        self._predictor = Predictor(sharded_model, functools.partial(_score, sharded_model), batch_axes={})
 
     def __call__(
         self,
@@ -70,7 +75,7 @@ class LikelihoodScorer:
             params: as the model stores them, on its mesh; also quantized.
             model_state: of the model.
             continuations: ids of contexts and continuations.
-            report: receives the number of continuations that are done.
+            report: receives the number of continuations of each batch that is done.
 
         Returns:
             For each, the log-probability of the continuation in nats, and whether greedy choice would give it.
@@ -86,82 +91,67 @@ class LikelihoodScorer:
                     f"{self.max_length} (an empty one may need a space or a line end at its beginning)"
                 )
         scores = [(0.0, False)] * len(continuations)
-        done = 0
-        for shape, indices in self.batches(continuations):
-            batch = self._arrays([continuations[index] for index in indices], *shape)
-            log_probabilities_RS, greedy_RS = jax.device_get(self._jitted(params, model_state, batch))
-            for row, index in enumerate(indices):
+        # The longest first: what does not fit the memory fails at once.
+        for shape, indices in sorted(self.by_shape(continuations).items(), reverse=True):
+            rows = _rows([continuations[index] for index in indices], *shape)
+            batch_size = self._batch_size or self._most_rows(*shape)
+            outputs = self._predictor(params, model_state, rows, batch_size=batch_size, report=report)
+            for index, log_probabilities_S, is_greedy_S in zip(indices, *outputs, strict=True):
                 count = len(continuations[index][1])
-                log_probability = log_probabilities_RS[row, :count].sum(dtype=np.float64)
-                scores[index] = (float(log_probability), bool(greedy_RS[row, :count].all()))
-            done += len(indices)
-            report(done)
+                log_probability = log_probabilities_S[:count].sum(dtype=np.float64)
+                scores[index] = (float(log_probability), bool(is_greedy_S[:count].all()))
         return scores
 
-    def batches(self, continuations: Sequence[Continuation]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-        """Yield (length, scored tokens) of the arrays of a batch, and the indices of its rows; the longest first."""
-        short_length = self._decoder.short_length
+    def by_shape(self, continuations: Sequence[Continuation]) -> dict[tuple[int, int], list[int]]:
+        """Sort continuations by what their rows are padded to: (length, scored tokens) -> their indices."""
         by_shape: dict[tuple[int, int], list[int]] = {}
         for index, (context, continuation) in enumerate(continuations):
             # The last token is predicted, and never read.
             length = min(len(context) + len(continuation) - 1, self.max_length)
-            limit = self.max_length
-            if short_length is not None and length <= short_length:
-                # Padding may not make a text a long one, whose positions rotate by other frequencies.
-                limit = short_length
-            shape = (min(_padded(length, _SHORTEST_ROW), limit), _padded(len(continuation), _FEWEST_SCORED, factor=8))
+            shape = (_padded(length, self._lengths), _padded(len(continuation), self._nums_scored))
             by_shape.setdefault(shape, []).append(index)
-        vocab_size = self._sharded_model.model.vocab_size or 1
-        for shape in sorted(by_shape, reverse=True):
-            length, num_scored = shape
-            rows_per_device = min(_MOST_ROWS, _TOKENS // length, _LOGITS_BYTES // (4 * num_scored * vocab_size))
-            num_rows = self._batch_size or self.shards * max(1, rows_per_device)
-            indices = by_shape[shape]
-            for start in range(0, len(indices), num_rows):
-                yield shape, indices[start : start + num_rows]
+        return by_shape
 
-    def _arrays(self, continuations: Sequence[Continuation], length: int, num_scored: int) -> dict[str, jax.Array]:
-        """The arrays of a batch on the mesh: inputs [R, L], and positions and targets [R, S]."""
-        # A power of two per shard: the last batch of a shape, which may be small, has few sizes too.
-        num_rows = self.shards * _padded(-(-len(continuations) // self.shards), 1)
-        inputs_RL = np.zeros((num_rows, length), np.int32)
-        positions_RS = np.zeros((num_rows, num_scored), np.int32)
-        targets_RS = np.zeros((num_rows, num_scored), np.int32)
-        for row, (context, continuation) in enumerate(continuations):
-            ids = [*context, *continuation][-(length + 1) : -1]
-            count = len(continuation)
-            inputs_RL[row, : len(ids)] = ids
-            positions_RS[row, :count] = np.arange(len(ids) - count, len(ids))
-            targets_RS[row, :count] = continuation
-        batch = {"inputs": inputs_RL, "positions": positions_RS, "targets": targets_RS}
-        vocab_size = self._sharded_model.model.vocab_size
-        if vocab_size is not None:
-            check_ids(batch, limits={"inputs": vocab_size, "targets": vocab_size}, where="a text of the task")
-        return jax.device_put(batch, batch_shardings(batch, self._sharded_model.layout, {}, {}))
-
-    def _score(
-        self, params: Params, model_state: ModelState, batch: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities float32 [R, S], and whether each target is the most likely token, bool [R, S]."""
-
-        def scored(leaf_RLX: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(leaf_RLX, batch["positions"][..., None], axis=1)
-
-        with self._sharded_model.context():
-            outputs, _ = self._sharded_model.apply_deferred(params, model_state, batch["inputs"], key=None, train=False)
-            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-            if isinstance(logits, DeferredLogits):
-                logits_RSV = dataclasses.replace(logits, hidden=scored(logits.hidden)).logits()
-            else:
-                logits_RSV = scored(logits)
-            logits_RSV = logits_RSV.astype(jnp.float32)
-            target_RS = jnp.take_along_axis(logits_RSV, batch["targets"][..., None], axis=-1)[..., 0]
-            greedy_RS = jnp.argmax(logits_RSV, axis=-1) == batch["targets"]
-            return target_RS - jax.nn.logsumexp(logits_RSV, axis=-1), greedy_RS
+    def _most_rows(self, length: int, num_scored: int) -> int:
+        logits_bytes = 4 * num_scored * self._vocab_size
+        return self.shards * max(1, min(_MOST_ROWS, _TOKENS // length, _LOGITS_BYTES // logits_bytes))
 
 
-def _padded(count: int, least: int, *, factor: int = 2) -> int:
-    """Return the first of `least`, `factor` times as much, and so on that is at least `count`."""
-    while least < count:
-        least *= factor
-    return least
+def _rows(continuations: Sequence[Continuation], length: int, num_scored: int) -> ArrayRows:
+    """Rows of tokens [R, L], and of positions and targets [R, S]."""
+    num_rows = len(continuations)
+    tokens_RL = np.zeros((num_rows, length), np.int32)
+    positions_RS = np.zeros((num_rows, num_scored), np.int32)
+    targets_RS = np.zeros((num_rows, num_scored), np.int32)
+    for row, (context, continuation) in enumerate(continuations):
+        ids = [*context, *continuation][-(length + 1) : -1]
+        count = len(continuation)
+        tokens_RL[row, : len(ids)] = ids
+        positions_RS[row, :count] = np.arange(len(ids) - count, len(ids))
+        targets_RS[row, :count] = continuation
+    return ArrayRows({"inputs": {"tokens": tokens_RL, "positions": positions_RS, "targets": targets_RS}})
+
+
+def _score(
+    sharded_model: ShardedModel, params: Params, model_state: ModelState, inputs: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities float32 [R, S], and whether each target is the most likely token, bool [R, S]."""
+    positions_RS1 = inputs["positions"][..., None]
+    targets_RS = inputs["targets"]
+    with sharded_model.context():
+        outputs, _ = sharded_model.apply_deferred(params, model_state, inputs["tokens"], key=None, train=False)
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+        if isinstance(logits, DeferredLogits):
+            hidden_RSD = jnp.take_along_axis(logits.hidden, positions_RS1, axis=1)
+            logits_RSV = dataclasses.replace(logits, hidden=hidden_RSD).logits()
+        else:
+            logits_RSV = jnp.take_along_axis(logits, positions_RS1, axis=1)
+        logits_RSV = logits_RSV.astype(jnp.float32)
+        target_RS = jnp.take_along_axis(logits_RSV, targets_RS[..., None], axis=-1)[..., 0]
+        is_greedy_RS = jnp.argmax(logits_RSV, axis=-1) == targets_RS
+        return target_RS - jax.nn.logsumexp(logits_RSV, axis=-1), is_greedy_RS
+
+
+def _padded(count: int, sizes: Collection[int]) -> int:
+    """Return the smallest size that is at least `count`."""
+    return min(size for size in sizes if size >= count)

@@ -26,7 +26,15 @@ from jaxtrain.formats.hub import read_published_config, tokenizer_origin
 from jaxtrain.formats.rows import Entry
 from jaxtrain.inference.decoding import Writing
 from jaxtrain.inference.generate import Written, write_texts
-from jaxtrain.inference.predict import Predictor, answer_kind, answers, check_read_alike, input_rows, read_file_rows
+from jaxtrain.inference.predict import (
+    Predictor,
+    answer_kind,
+    answers,
+    check_read_alike,
+    input_rows,
+    model_outputs,
+    read_file_rows,
+)
 from jaxtrain.inference.prompts import SpecialTokens
 from jaxtrain.inference.published import read_texts, texts_beside
 from jaxtrain.inference.sampling import Sampling
@@ -40,6 +48,8 @@ from jaxtrain.models.tasks import build_task
 from jaxtrain.train.build import build_sharded_model, parallelism_of
 from jaxtrain.train.state import EvaluationState
 from jaxtrain.weights.load import accept_start
+
+_BATCH_SIZE = 64
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -232,8 +242,12 @@ class OpenedModel:
 
     @functools.cached_property
     def _predictor(self) -> Predictor:
-        batch_axes = (self.own_task or build_task(self.config)).batch_axes
-        return Predictor(self.sharded_model, batch_axes, self.config.compiler_options)
+        return Predictor(
+            self.sharded_model,
+            functools.partial(model_outputs, self.sharded_model),
+            batch_axes=(self.own_task or build_task(self.config)).batch_axes,
+            options=self.config.compiler_options,
+        )
 
     def predict(self, inputs: Any, *, batch_size: int | None = None) -> Any:
         """What the model gives for any number of rows, in evaluation mode; no training data is needed.
@@ -242,7 +256,7 @@ class OpenedModel:
             inputs: an array [rows, ...], a nested dict of them, or rows with an index (`data.validation`), whose entry
                 `inputs` is read as it is. Arrays hold what the model takes, with two exceptions: columns of a table
                 are in their own units, and pixels for a run on images may be uint8.
-            batch_size: the largest batch; None: 64. It is rounded up to divide by the mesh.
+            batch_size: the largest batch, which is rounded up to divide by the mesh; None: 64.
 
         Returns:
             NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
@@ -255,7 +269,7 @@ class OpenedModel:
         """
         decoder = self.sharded_model.model.decoder
         rows = input_rows(inputs, self.trained_on, max_length=None if decoder is None else decoder.max_length)
-        outputs = self._predictor(self.params, self.model_state, rows, batch_size=batch_size)
+        outputs = self._predictor(self.params, self.model_state, rows, batch_size=batch_size or _BATCH_SIZE)
         offset = self.reading.get("target_offset")
         return outputs if offset is None else outputs.astype(np.float64) + offset
 

@@ -5,13 +5,12 @@ Shapes: C classes.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -32,10 +31,10 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.tasks import ERRORS
 from jaxtrain.parallel.division import batch_shards
+from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.train.batch import batch_shardings, check_ids
 
-_BATCH_SIZE = 64
 # What a row gives, by the head of a transformer, and by the task of another model.
 _HEADS = {"sequence": "class", "regression": "number", "embedding": "embedding"}
 _TASKS = {"classification": "class", **dict.fromkeys(("regression", *ERRORS), "number")}
@@ -44,32 +43,51 @@ _SCALES = ("classes", "mean", "deviation", "target_offset")
 
 
 class Predictor:
-    """Applies a model to rows, in evaluation mode.
+    """Applies a function of a model to any number of rows, in batches.
 
     Args:
         sharded_model: the model.
-        batch_axes: those of its task.
+        apply: (params, model_state, inputs) -> outputs [rows, ...]; traced.
+        batch_axes: those of the model's task.
         options: for XLA, over those of `jaxtrain/runtime/compiler.py`.
     """
 
     def __init__(
-        self, sharded_model: ShardedModel, batch_axes: Mapping[str, Any], options: Mapping[str, Value] | None = None
+        self,
+        sharded_model: ShardedModel,
+        apply: Callable[[Params, ModelState, Any], Any],
+        *,
+        batch_axes: Mapping[str, Any],
+        options: Mapping[str, Value] | None = None,
     ) -> None:
         self._sharded_model = sharded_model
         self._batch_axes = batch_axes
         mesh = sharded_model.mesh
-        compiler_options = choose_options(mesh.devices.flat[0], mesh.size, options).used
+        compiler_options = dict(choose_options(mesh.devices.flat[0], mesh.size, options).used)
         # Replicated, so that every process has all rows.
         replicated = NamedSharding(mesh, PartitionSpec())
-        self._jitted = jax.jit(self._apply, out_shardings=replicated, compiler_options={**compiler_options} or None)
+        self._jitted = jax.jit(apply, out_shardings=replicated, compiler_options=compiler_options or None)
 
     def __call__(
-        self, params: Params, model_state: ModelState, rows: grain.MapDataset, *, batch_size: int | None
+        self,
+        params: Params,
+        model_state: ModelState,
+        rows: grain.MapDataset,
+        *,
+        batch_size: int,
+        report: Callable[[int], None] = lambda count: None,
     ) -> Any:
-        """Outputs of all rows, NumPy arrays [rows, ...]; the largest batch is rounded up to divide by the mesh."""
+        """Return the outputs of all rows, NumPy arrays [rows, ...].
+
+        Args:
+            params, model_state: of the model.
+            rows: whose entry `inputs` is read.
+            batch_size: most rows at once; it is rounded up to divide by the mesh.
+            report: receives the number of rows of each batch that is done.
+        """
         layout = self._sharded_model.layout
         shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
-        largest = -(-(batch_size or _BATCH_SIZE) // shards) * shards
+        largest = -(-batch_size // shards) * shards
         size = shards
         # Doubled, so that few sizes are compiled for.
         while size < min(len(rows), largest):
@@ -79,32 +97,31 @@ class Predictor:
         shardings = batch_shardings(batches.spec(), layout, self._batch_axes, {})
         vocab_size = self._sharded_model.model.vocab_size
         limits = {} if vocab_size is None else {"inputs": vocab_size}
-        check = functools.partial(check_ids, limits=limits, where="predict")
+        check = functools.partial(check_ids, limits=limits, where="a row")
         parts = []
         for k in range(len(batches)):
             batch = batches.load(k, shardings, check=check)
             outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
             count = min(size, len(rows) - k * size)
             parts.append(_first_rows(outputs, size, count))
+            report(count)
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-    def _apply(self, params: Params, model_state: ModelState, inputs: Any) -> Any:
-        with self._sharded_model.context():
-            outputs, _ = self._sharded_model.apply(params, model_state, inputs, key=None, train=False)
-        if isinstance(outputs, Mapping) and "logits" in outputs:
-            # The other outputs of a model with experts are for its loss.
-            outputs = outputs["logits"]
-
-        def in_float32(leaf: jax.Array) -> jax.Array:
-            # NumPy has no bfloat16 of its own.
-            return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-        return jax.tree.map(in_float32, outputs)
 
 
 def _first_rows(outputs: Any, size: int, count: int) -> Any:
     """The first `count` rows of outputs, and None for an output that has no `size` rows."""
     return jax.tree.map(lambda leaf: leaf[:count] if leaf.shape[:1] == (size,) else None, outputs)
+
+
+def model_outputs(sharded_model: ShardedModel, params: Params, model_state: ModelState, inputs: Any) -> Any:
+    """Apply a model in evaluation mode: its outputs in float32, `logits` alone of several."""
+    with sharded_model.context():
+        outputs, _ = sharded_model.apply(params, model_state, inputs, key=None, train=False)
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        # The other outputs of a model with experts are for its loss.
+        outputs = outputs["logits"]
+    # NumPy has no bfloat16 of its own.
+    return cast_floats(outputs, "float32")
 
 
 def check_read_alike(data: Any, reading: Mapping[str, Any]) -> None:

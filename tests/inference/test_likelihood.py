@@ -57,7 +57,7 @@ def test_scores_are_those_of_single_rows(sharded, params, log_softmax, batch_siz
     done = []
     pairs = [([*context], [*continuation]) for context, continuation in CONTINUATIONS.values()]
     scores = scorer(params, {}, pairs, report=done.append)
-    assert done[-1] == len(CONTINUATIONS)
+    assert sum(done) == len(CONTINUATIONS)
     for (name, (context, continuation)), (score, is_greedy) in zip(CONTINUATIONS.items(), scores, strict=True):
         ids = [*context, *continuation][-(LENGTH + 1) :]
         logs = log_softmax(ids[:-1])[-len(continuation) :]
@@ -75,8 +75,8 @@ def test_short_rows_of_a_model_with_two_lengths_are_not_padded_to_long_ones():
     scorer = LikelihoodScorer(jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1])))
     lengths = [5, 100, 3, 40, 33, 41, 64]
     continuations = [([1] * length, [1]) for length in lengths]
-    batches = {tuple(indices): shape for shape, indices in scorer.batches(continuations)}
-    assert batches == {(1,): (128, 8), (5, 6): (64, 8), (3, 4): (40, 8), (0, 2): (32, 8)}
+    by_shape = {(128, 8): [1], (64, 8): [5, 6], (40, 8): [3, 4], (32, 8): [0, 2]}
+    assert scorer.by_shape(continuations) == by_shape
 
 
 @pytest.mark.parametrize("count", [0, LENGTH + 1])
