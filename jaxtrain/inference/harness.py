@@ -89,10 +89,11 @@ class HarnessModel(TemplateLM):
         return [*self._leading, *ids]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         # Nothing is left of a context of spaces alone: they belong to the first word after it.
-        return self._scores([(context or [self.eot_token_id], continuation) for _, context, continuation in requests])
+        begin = [self.eot_token_id]
+        return self._scores([(context or begin, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probabilities of whole texts in nats, in windows that predict every token once."""

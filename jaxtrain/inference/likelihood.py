@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.schema import IGNORED
 from jaxtrain.data.rows import ArrayRows
 from jaxtrain.errors import DataError
 from jaxtrain.inference.predict import Predictor
 from jaxtrain.inference.prompts import decoder_of
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.ops.loss.cross_entropy import DeferredLogits
+from jaxtrain.ops.loss.cross_entropy import DeferredLogits, cross_entropy
 from jaxtrain.parallel.division import batch_shards
 
 # What a batch holds on one device, at most: rows, tokens, and bytes of float32 logits.
@@ -96,10 +97,8 @@ class LikelihoodScorer:
             rows = _rows([continuations[index] for index in indices], *shape)
             batch_size = self._batch_size or self._most_rows(*shape)
             outputs = self._predictor(params, model_state, rows, batch_size=batch_size, report=report)
-            for index, log_probabilities_S, is_greedy_S in zip(indices, *outputs, strict=True):
-                count = len(continuations[index][1])
-                log_probability = log_probabilities_S[:count].sum(dtype=np.float64)
-                scores[index] = (float(log_probability), bool(is_greedy_S[:count].all()))
+            for index, log_probability, is_greedy in zip(indices, *outputs, strict=True):
+                scores[index] = (float(log_probability), bool(is_greedy))
         return scores
 
     def by_shape(self, continuations: Sequence[Continuation]) -> dict[tuple[int, int], list[int]]:
@@ -108,48 +107,60 @@ class LikelihoodScorer:
         for index, (context, continuation) in enumerate(continuations):
             # The last token is predicted, and never read.
             length = min(len(context) + len(continuation) - 1, self.max_length)
-            shape = (_padded(length, self._lengths), _padded(len(continuation), self._nums_scored))
-            by_shape.setdefault(shape, []).append(index)
+            padded_length = _padded(length, self._lengths)
+            num_scored = _padded(len(continuation), self._nums_scored)
+            by_shape.setdefault((padded_length, num_scored), []).append(index)
         return by_shape
 
     def _most_rows(self, length: int, num_scored: int) -> int:
         logits_bytes = 4 * num_scored * self._vocab_size
-        return self.shards * max(1, min(_MOST_ROWS, _TOKENS // length, _LOGITS_BYTES // logits_bytes))
+        rows_per_device = min(
+            _MOST_ROWS,
+            _TOKENS // length,
+            _LOGITS_BYTES // logits_bytes,
+        )
+        return self.shards * max(1, rows_per_device)
 
 
 def _rows(continuations: Sequence[Continuation], length: int, num_scored: int) -> ArrayRows:
-    """Rows of tokens [R, L], and of positions and targets [R, S]."""
+    """Rows of tokens [R, L], of the position [R] that predicts the first scored token, and of targets [R, S]."""
     num_rows = len(continuations)
     tokens_RL = np.zeros((num_rows, length), np.int32)
-    positions_RS = np.zeros((num_rows, num_scored), np.int32)
-    targets_RS = np.zeros((num_rows, num_scored), np.int32)
+    starts_R = np.zeros(num_rows, np.int32)
+    targets_RS = np.full((num_rows, num_scored), IGNORED, np.int32)
     for row, (context, continuation) in enumerate(continuations):
         ids = [*context, *continuation][-(length + 1) : -1]
-        count = len(continuation)
         tokens_RL[row, : len(ids)] = ids
-        positions_RS[row, :count] = np.arange(len(ids) - count, len(ids))
-        targets_RS[row, :count] = continuation
-    return ArrayRows({"inputs": {"tokens": tokens_RL, "positions": positions_RS, "targets": targets_RS}})
+        starts_R[row] = len(ids) - len(continuation)
+        targets_RS[row, : len(continuation)] = continuation
+    return ArrayRows({"inputs": {"tokens": tokens_RL, "starts": starts_R, "targets": targets_RS}})
 
 
 def _score(
-    sharded_model: ShardedModel, params: Params, model_state: ModelState, inputs: Mapping[str, jax.Array]
+    sharded_model: ShardedModel,
+    params: Params,
+    model_state: ModelState,
+    inputs: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities float32 [R, S], and whether each target is the most likely token, bool [R, S]."""
-    positions_RS1 = inputs["positions"][..., None]
+    """Log-probabilities of the targets, float32 [R], and whether all of them are the most likely tokens, bool [R]."""
     targets_RS = inputs["targets"]
+    positions_RS = inputs["starts"][:, None] + jnp.arange(targets_RS.shape[1])
+
+    def scored(leaf_RLD: jax.Array) -> jax.Array:
+        # A shorter continuation has no target at the last positions, which may not be there.
+        return jnp.take_along_axis(leaf_RLD, positions_RS[..., None], axis=1, mode="clip")
+
     with sharded_model.context():
         outputs, _ = sharded_model.apply_deferred(params, model_state, inputs["tokens"], key=None, train=False)
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
         if isinstance(logits, DeferredLogits):
-            hidden_RSD = jnp.take_along_axis(logits.hidden, positions_RS1, axis=1)
-            logits_RSV = dataclasses.replace(logits, hidden=hidden_RSD).logits()
+            logits_RSV = dataclasses.replace(logits, hidden=scored(logits.hidden)).logits()
         else:
-            logits_RSV = jnp.take_along_axis(logits, positions_RS1, axis=1)
-        logits_RSV = logits_RSV.astype(jnp.float32)
-        target_RS = jnp.take_along_axis(logits_RSV, targets_RS[..., None], axis=-1)[..., 0]
+            logits_RSV = scored(logits)
+        log_probabilities_RS = -cross_entropy(logits_RSV, targets_RS)
         is_greedy_RS = jnp.argmax(logits_RSV, axis=-1) == targets_RS
-        return target_RS - jax.nn.logsumexp(logits_RSV, axis=-1), is_greedy_RS
+        is_greedy_RS |= targets_RS == IGNORED
+        return log_probabilities_RS.sum(axis=-1), is_greedy_RS.all(axis=-1)
 
 
 def _padded(count: int, sizes: Collection[int]) -> int:

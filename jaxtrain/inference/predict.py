@@ -153,10 +153,9 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], *, max_length: int | 
         inputs = inputs.train
     if isinstance(inputs, grain.MapDataset):
         return inputs
-    read = functools.partial(as_numbers, where="inputs")
-    inputs = jax.tree.map(read, inputs, is_leaf=lambda leaf: isinstance(leaf, list))
-    if not isinstance(inputs, np.ndarray):
+    if isinstance(inputs, Mapping):
         return ArrayRows({"inputs": inputs})
+    inputs = as_numbers(inputs, where="inputs")
     dtype = np.dtype(trained_on.get("input_dtype") or inputs.dtype)
     if reading.get("kind") == "table":
         inputs = scaled_like(reading, np.atleast_2d(inputs), label="the array")

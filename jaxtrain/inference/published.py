@@ -22,7 +22,7 @@ from jaxtrain.data.chat.templates import (
     published_format,
     published_tokens,
 )
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, json_beside
 from jaxtrain.errors import ConfigError, DataError, reading_published
 from jaxtrain.families.family import label_names
 from jaxtrain.formats.hub import read_published_config, tokenizer_origin
@@ -30,7 +30,7 @@ from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.models.model import Model
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.weights.read import open_published
-from jaxtrain.weights.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes
+from jaxtrain.weights.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes, write_files
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
@@ -56,8 +56,7 @@ def keep_published(run_dir: Path, model: Group, *, adapter: str | None, is_resum
         files |= texts_beside(tokenizer, adapter)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_files(folder, files)
     write_json_atomic(folder / "config.json", dict(published.source.config))
     record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
     write_json_atomic(folder / _RECORD, record)
@@ -133,7 +132,7 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
     if adapter is None:
         return files
     adapter_files = files_beside(Path(adapter) / TOKENIZER_FILE)
-    if TEMPLATE not in adapter_files and not json.loads(adapter_files.get(SETTINGS, "{}")).get("chat_template"):
+    if TEMPLATE not in adapter_files and not json_beside(adapter_files, SETTINGS).get("chat_template"):
         return files
     files.pop(TEMPLATE, None)
     return files | adapter_files
@@ -170,8 +169,10 @@ def exported_texts(info: Mapping[str, Any], tokenizer: Tokenizer | None, origin:
     form = format_of_reading((info.get("data") or {}).get("reading"))
     if form is not None:
         # An answer ends with a document, too.
-        ends = list(dict.fromkeys([*form.stop, *([] if end is None else [end])]))
-        return Texts(form.source, form.tokens, {"eos_token_id": ends if len(ends) > 1 else ends[0]})
+        ends = list(form.stop)
+        if end is not None and end not in ends:
+            ends.append(end)
+        return Texts(form.source, form.tokens, {"eos_token_id": ends})
     if origin is not None and TOKENIZER_FILE in origin.files:
         return Texts()
     if model.decoder.encode is not None:
