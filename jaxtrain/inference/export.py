@@ -56,7 +56,15 @@ def export_run(
     if merge or not has_adapters:
         params = _merged(run) if merge else run.params
         form = Form(dtype, max_shard_size)
-        return write_published(folder, _settings(run), params, run.model_state, origin=origin, texts=texts, form=form)
+        return write_published(
+            folder,
+            _settings(run),
+            params,
+            run.model_state,
+            origin=origin,
+            texts=texts,
+            form=form,
+        )
     if dtype not in (None, "float32"):
         raise ConfigError("adapters are written in float32; leave --dtype out, or add --merge")
     base = origin or Origin()
@@ -144,7 +152,12 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
     program = make_program(model, opened.params, opened.model_state, rows, batch=batch)
     if program.reason is not None:
         print_remark(f"the program takes {program.batch} row per call, not any number: {program.reason}")
-    about = {"name": Path(path).name, "step": opened.step, "model": model.model.name, "precision": model.policy.name}
+    about = {
+        "name": Path(path).name,
+        "step": opened.step,
+        "model": model.model.name,
+        "precision": model.policy.name,
+    }
     if opened.classes is not None:
         about["classes"] = list(opened.classes)
     if isinstance(config, EncoderDecoderConfig):

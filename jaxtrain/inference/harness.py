@@ -105,7 +105,8 @@ class HarnessModel(TemplateLM):
                 windows.append(make_disjoint_window(window))
                 numbers.append(number)
         totals = [0.0] * len(requests)
-        for number, (log_probability, _) in zip(numbers, self._scores(windows), strict=True):
+        scores = self._scores(windows)
+        for number, (log_probability, _) in zip(numbers, scores, strict=True):
             totals[number] += log_probability
         return totals
 
@@ -137,7 +138,8 @@ class HarnessModel(TemplateLM):
         answers: list[str] = []
         for batch in collator.get_batched(n=self._answers):
             writing = read_generation(batch[0][1], task=None)
-            answers += self._continued([context for context, _ in batch], writing, first_row=len(answers))
+            contexts = [context for context, _ in batch]
+            answers += self._continued(contexts, writing, first_row=len(answers))
             self._report(f"{len(answers):,} of {len(requests):,} answers")
         return collator.get_original(answers)
 
@@ -155,7 +157,8 @@ class HarnessModel(TemplateLM):
         answers = []
         for tokens in generated.tokens[: len(contexts)].tolist():
             stream = TextStream(self._tokenizer, writing.stop, self._stop_tokens)
-            answers.append("".join([*map(stream.feed, tokens), stream.finish()]))
+            text = "".join(map(stream.feed, tokens))
+            answers.append(text + stream.finish())
         return answers
 
     @property
@@ -196,7 +199,15 @@ def read_generation(settings: Mapping[str, Any], *, task: str | None) -> Writing
         raise ConfigError(
             f"generation_kwargs of the task {task}: {unknown[0]} is not supported; supported are {', '.join(_SETTINGS)}"
         )
-    temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0.0
-    # `top_k: 0` leaves every token, and an empty text is no stop.
-    sampling = Sampling(temperature, settings.get("top_k") or None, settings.get("top_p"))
-    return Writing(settings["max_gen_toks"], sampling, stop=[stop for stop in settings["until"] if stop])
+    temperature = 0.0
+    if settings["do_sample"]:
+        temperature = settings.get("temperature", 1.0)
+    sampling = Sampling(
+        temperature,
+        # 0 leaves every token.
+        top_k=settings.get("top_k") or None,
+        top_p=settings.get("top_p"),
+    )
+    # An empty text is no stop.
+    stop = [text for text in settings["until"] if text]
+    return Writing(settings["max_gen_toks"], sampling, stop=stop)

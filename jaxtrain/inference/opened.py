@@ -117,20 +117,22 @@ class OpenedModel:
         start = accept_start(
             path, None, skip, sharded_model=self.sharded_model, trains=lambda path: False, adapter=self.adapter
         )
-        if jax.tree.structure(start.params) != jax.tree.structure(self.sharded_model.abstract_params):
+        params = start.params
+        if params is None or jax.tree.structure(params) != jax.tree.structure(self.sharded_model.abstract_params):
             raise ConfigError(f"{path} has no weights for the requested head; leave model.head out")
-        return EvaluationState(self._quantized(start.params), start.model_state or {})
+        return EvaluationState(self._quantized(params), start.model_state or {})
 
-    def _quantized(self, params: Params | None) -> Params | None:
+    def _quantized(self, params: Params) -> Params:
         """Parameters with the kernels of linear layers in the format `quantize`, on their devices."""
-        if self.quantize is None:
+        format = self.quantize
+        if format is None:
             return params
         model = self.sharded_model
-        small = jax.jit(lambda params: quantize(params, model.model, self.quantize))(params)
+        small = jax.jit(lambda params: quantize(params, model.model, format))(params)
         compute_dtype = jnp.dtype(model.policy.compute_dtype)
         after, before = quantized_bytes(small, compute_dtype)
         self.report(
-            f"{self.quantize}: linear layers of {format_bytes(after)} instead of {format_bytes(before)} in "
+            f"{format}: linear layers of {format_bytes(after)} instead of {format_bytes(before)} in "
             f"{compute_dtype.name}"
         )
         return small

@@ -63,10 +63,13 @@ class Predictor:
         self._sharded_model = sharded_model
         self._batch_axes = batch_axes
         mesh = sharded_model.mesh
-        compiler_options = dict(choose_options(mesh.devices.flat[0], mesh.size, options).used)
-        # Replicated, so that every process has all rows.
-        replicated = NamedSharding(mesh, PartitionSpec())
-        self._jitted = jax.jit(apply, out_shardings=replicated, compiler_options=compiler_options or None)
+        chosen = choose_options(mesh.devices.flat[0], mesh.size, options)
+        self._jitted = jax.jit(
+            apply,
+            # Replicated, so that every process has all rows.
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+            compiler_options=dict(chosen.used) or None,
+        )
 
     def __call__(
         self,
@@ -110,7 +113,11 @@ class Predictor:
 
 def _first_rows(outputs: Any, size: int, count: int) -> Any:
     """The first `count` rows of outputs, and None for an output that has no `size` rows."""
-    return jax.tree.map(lambda leaf: leaf[:count] if leaf.shape[:1] == (size,) else None, outputs)
+
+    def first(leaf: np.ndarray) -> np.ndarray | None:
+        return leaf[:count] if leaf.shape[:1] == (size,) else None
+
+    return jax.tree.map(first, outputs)
 
 
 def model_outputs(sharded_model: ShardedModel, params: Params, model_state: ModelState, inputs: Any) -> Any:
@@ -156,10 +163,11 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], *, max_length: int | 
     if isinstance(inputs, Mapping):
         return ArrayRows({"inputs": inputs})
     inputs = as_numbers(inputs, where="inputs")
+    kind = reading.get("kind")
     dtype = np.dtype(trained_on.get("input_dtype") or inputs.dtype)
-    if reading.get("kind") == "table":
+    if kind == "table":
         inputs = scaled_like(reading, np.atleast_2d(inputs), label="the array")
-    elif reading.get("kind") in ("image_folder", "images") and inputs.dtype == np.uint8:
+    elif kind in ("image_folder", "images") and inputs.dtype == np.uint8:
         inputs = normalized(inputs)
     elif dtype.kind not in "iu":
         inputs = inputs.astype(dtype, copy=False)
@@ -189,10 +197,13 @@ def read_file_rows(
     """Read a file as the run read its own (columns, scales, tokens, images), and the file of each image, if any."""
     data = config.data
     reading = trained_on.get("reading") or {}
-    shape = trained_on.get("input_shape")
     if reading.get("kind") == "table":
-        target = getattr(data, "target", None)
-        columns = read_input_columns(str(path), reading.get("columns"), num_columns=shape[0], target=target)
+        columns = read_input_columns(
+            str(path),
+            reading.get("columns"),
+            num_columns=trained_on["input_shape"][0],
+            target=getattr(data, "target", None),
+        )
         return columns, None
     if isinstance(data, ImageFolderData | ImageRecordsData):
         files = [path] if path.is_file() else image_files(path)
@@ -200,6 +211,7 @@ def read_file_rows(
     if tokenizer is None:
         raise ConfigError("the model takes no table, text or image; use predict(array)")
     texts = _read_texts(data, path)
+    shape = trained_on.get("input_shape")
     if shape:
         tokens = framed_tokens(tokenizer, getattr(data, "tokenizer", None))
         return text_rows(tokens, texts, sequence_length=shape[-1]), None
@@ -217,7 +229,8 @@ def _read_texts(data: Group, path: Path) -> list[list[str]]:
             columns.append(data.second_text)
     if plain_suffix(path) == ".txt" and len(columns) == 1:
         text = decode_utf8(read_file(require_file(path, what="the file")), path=path)
-        return [[line.rstrip("\r")] for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n")]
+        text = text.removeprefix("\ufeff").removesuffix("\n")
+        return [[line.rstrip("\r")] for line in text.split("\n")]
     texts = []
     for record in read_records(str(path), [(None, name) for name in columns], what="the file"):
         values = zip(columns, record.values, strict=True)
@@ -254,12 +267,16 @@ def answers(
             row["embedding"] = values
         elif kind == "number":
             numbers = [_plain(value) for value in values.ravel()]
-            row |= {"number": numbers[0]} if len(numbers) == 1 else {"numbers": numbers}
+            if len(numbers) == 1:
+                row["number"] = numbers[0]
+            else:
+                row["numbers"] = numbers
         else:
             raised_C = np.exp(values.astype(np.float64) - values.max())
             shares = [_plain(np.float32(share)) for share in raised_C / raised_C.sum()]
             best = int(values.argmax())
-            row |= {"class": names[best], "probability": shares[best]}
+            row["class"] = names[best]
+            row["probability"] = shares[best]
             if probabilities:
                 row["probabilities"] = dict(zip(names, shares, strict=True))
         rows.append(row)

@@ -39,7 +39,13 @@ FOLDER = "published"
 _RECORD = "origin.json"
 
 
-def keep_published(run_dir: Path, model: Group, *, adapter: str | None, is_resumed: bool) -> dict[str, Any] | None:
+def keep_published(
+    run_dir: Path,
+    model: Group,
+    *,
+    adapter: str | None,
+    is_resumed: bool,
+) -> dict[str, Any] | None:
     """Copy the small files of the published model, and of an adapter over it, that a run starts from into the run."""
     path = published_from(model)
     folder = run_dir / FOLDER
@@ -58,7 +64,10 @@ def keep_published(run_dir: Path, model: Group, *, adapter: str | None, is_resum
     folder.mkdir(parents=True)
     write_files(folder, files)
     write_json_atomic(folder / "config.json", dict(published.source.config))
-    record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
+    record = {
+        "folder": str(Path(path).resolve()),
+        "dtypes": saved_dtypes(published),
+    }
     write_json_atomic(folder / _RECORD, record)
     return record
 
@@ -79,12 +88,15 @@ def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
     path = published_from(config.model)
     if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
         return
-    names = label_names(read_published_config(Path(path))) or []
-    if list(classes) != list(names) and sorted(classes) == sorted(names):
-        raise ConfigError(
-            f"the head of {path} numbers its classes {', '.join(names[:3])}, ..., but the data "
-            f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
-        )
+    names = label_names(read_published_config(Path(path)))
+    if names is None or tuple(classes) == names or sorted(classes) != sorted(names):
+        return
+    published_order = ", ".join(names[:3])
+    order = ", ".join(classes[:3])
+    raise ConfigError(
+        f"the head of {path} numbers its classes {published_order}, ..., but the data {order}, ...; write them as "
+        f"numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
+    )
 
 
 def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
@@ -139,7 +151,11 @@ def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
 
 
 def read_texts(
-    files: Mapping[str, str], tokenizer: Tokenizer | None, *, where: str, added: bool
+    files: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    *,
+    where: str,
+    added: bool,
 ) -> tuple[ChatFormat | None, SpecialTokens]:
     """Read the chat template (None: there is none) and the special tokens from the files beside a tokenizer.
 
@@ -158,7 +174,12 @@ def read_texts(
         return published_format(files, where, tokenizer), SpecialTokens(added, stop, names)
 
 
-def exported_texts(info: Mapping[str, Any], tokenizer: Tokenizer | None, origin: Origin | None, model: Model) -> Texts:
+def exported_texts(
+    info: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    origin: Origin | None,
+    model: Model,
+) -> Texts:
     """The chat template and the ends of texts that a run was trained with.
 
     Nothing is said of a run on plain text that started from a published model, whose files stay as they are.

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[harness]'")
 
 import jax
-from lm_eval.api.instance import Instance
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
 import jaxtrain as jt
 from jaxtrain.data.chat.templates import BUILT_IN

@@ -1,6 +1,7 @@
 """`jaxtrain.open_model`: one class for runs and published models, as the command line opens them."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import jaxtrain as jt
 from jaxtrain.data.chat.templates import BUILT_IN
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.inference.open import OpenedRun
 
 GROUP = {
     "kind": "transformer", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_sequence_length": 32,
@@ -35,7 +37,7 @@ def test_a_published_model_predicts_writes_and_evaluates(folder):
     expected, _ = pretrained.model.apply(pretrained.params, {}, tokens, key=None, train=False)
     # Other programs: a few units in the seventh digit.
     np.testing.assert_allclose(model.predict(tokens), expected, rtol=1e-4, atol=1e-5)
-    greedy = {"new_tokens": 4, "temperature": 0}
+    greedy: dict[str, Any] = {"new_tokens": 4, "temperature": 0}
     text = model.sample("To be", **greedy)
     assert text.startswith("To be")
     assert model.sample(["To be", "a"], **greedy)[0] == text
@@ -53,6 +55,7 @@ def test_a_run_is_opened_with_its_history(tmp_path):
     config |= {"train": {"steps": 1, "global_batch_size": 8}, "logging.report": False, "logging.tensorboard": False}
     result = jt.run_config(config, run_dir=tmp_path / "run")
     run = jt.open_model(result.run_dir, overrides={"parallel.data": 2, "parallel.tensor": 4})
+    assert isinstance(run, OpenedRun)
     assert run.step == 1
     assert run.history["step"].tolist() == [1]
     assert run.sharded_model.mesh.shape["tensor"] == 4
