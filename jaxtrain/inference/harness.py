@@ -83,10 +83,9 @@ class HarnessModel(TemplateLM):
         else:
             (encoded,) = self._chat_encoder.encode([string])
             ids = encoded.ids.tolist()
-        starts_there = ids[: len(self._leading)] == self._leading
-        if add_special_tokens is False or (add_special_tokens is None and starts_there):
-            return ids
-        return [*self._leading, *ids]
+        if add_special_tokens is None:
+            add_special_tokens = ids[: len(self._leading)] != self._leading
+        return self._leading + ids if add_special_tokens else ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -152,7 +151,12 @@ class HarnessModel(TemplateLM):
             prompts.append(np.array(ids[new_tokens - max_length :], np.int32))
         # A last batch that is not full would compile for its own size.
         prompts += [prompts[-1]] * (self._answers - len(prompts))
-        writing = dataclasses.replace(writing, new_tokens=new_tokens, first_row=first_row)
+        writing = dataclasses.replace(
+            writing,
+            new_tokens=new_tokens,
+            stop_tokens=self._stop_tokens,
+            first_row=first_row,
+        )
         (generated,) = generation_pieces(self._opened.sharded_model, self._opened.params, prompts, writing)
         answers = []
         for tokens in generated.tokens[: len(contexts)].tolist():
