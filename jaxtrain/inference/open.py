@@ -3,7 +3,6 @@
 Predict, sample, serve, eval and export of the command line open theirs here.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -217,18 +216,24 @@ def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str,
     fraction = (saved.pop("parallel", None) or {}).get("max_replicated_fraction")
     if fraction is not None:
         saved["parallel"] = {"max_replicated_fraction": fraction}
-    with contextlib.suppress(DataError):  # a damaged tokenizer is reported where it is needed
-        file = tokenizer_file(Path(run_dir), info)
-        data = saved.get("data") or {}
-        if file is not None and "tokenizer" in data:
-            tokenizer = {**(data["tokenizer"] or {}), "kind": "file", "path": str(file)}
-            saved["data"] = {**data, "tokenizer": tokenizer}
     loaded = _load(saved, overrides, origin="run.json")
     overridden = _overridden(loaded)
-    held_out = getattr(loaded.config.data, "validation_path", None)
+    data = loaded.config.data
+    held_out = getattr(data, "validation_path", None)
     if held_out is not None and "data.path" in overridden and "data.validation_path" not in overridden:
         raise ConfigError(f"the run evaluates data.validation_path={held_out}; give that key in place of data.path")
-    return loaded
+    tokenizer = getattr(data, "tokenizer", None)
+    if tokenizer is None or any(key.startswith("data.tokenizer") for key in overridden):
+        return loaded
+    try:
+        file = tokenizer_file(Path(run_dir), info)
+    except DataError:  # reported where the tokenizer is needed
+        return loaded
+    if file is None:
+        return loaded
+    tokenizer = tokenizer.model_copy(update={"kind": "file", "path": str(file)})
+    data = data.model_copy(update={"tokenizer": tokenizer})
+    return dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
 
 
 def _overridden(loaded: Loaded) -> list[str]:
