@@ -59,7 +59,9 @@ class HarnessModel(TemplateLM):
         self._report = report
         self._scorer = LikelihoodScorer(opened.sharded_model, batch_size=batch_size)
         self._answers = batch_size or _ANSWERS * self._scorer.shards
-        self._leading = list(tokens_before(self._tokenizer)) if opened.special.added else []
+        self._leading: list[int] = []
+        if opened.special.added:
+            self._leading = list(tokens_before(self._tokenizer))
         self._chat = opened.chat if chat else None
         self._stop_tokens = text_ends(self._tokenizer, opened.special, self._chat)
         if self._chat is not None:
@@ -100,7 +102,12 @@ class HarnessModel(TemplateLM):
         numbers = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            for window in get_rolling_token_windows(ids, self.eot_token_id, self._scorer.max_length, context_len=1):
+            for window in get_rolling_token_windows(
+                ids,
+                prefix_token=self.eot_token_id,
+                max_seq_len=self._scorer.max_length,
+                context_len=1,
+            ):
                 windows.append(make_disjoint_window(window))
                 numbers.append(number)
         totals = [0.0] * len(requests)
@@ -117,7 +124,12 @@ class HarnessModel(TemplateLM):
             done += count
             self._report(f"{done:,} of {len(continuations):,} log-likelihoods")
 
-        return self._scorer(self._opened.params, self._opened.model_state, continuations, report=report)
+        return self._scorer(
+            self._opened.params,
+            self._opened.model_state,
+            continuations,
+            report=report,
+        )
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to a stop, without it; a context that is too long loses its beginning.
@@ -157,7 +169,12 @@ class HarnessModel(TemplateLM):
             stop_tokens=self._stop_tokens,
             first_row=first_row,
         )
-        (generated,) = generation_pieces(self._opened.sharded_model, self._opened.params, prompts, writing)
+        (generated,) = generation_pieces(
+            self._opened.sharded_model,
+            self._opened.params,
+            prompts,
+            writing,
+        )
         answers = []
         for tokens in generated.tokens[: len(contexts)].tolist():
             stream = TextStream(self._tokenizer, writing.stop, self._stop_tokens)
@@ -183,8 +200,8 @@ class HarnessModel(TemplateLM):
         if add_generation_prompt:
             return text
         beginning = (messages[-1]["content"] or "").strip()
-        before, found, _ = text.rpartition(beginning)
-        if not found:
+        before, separator, _ = text.rpartition(beginning)
+        if not separator:
             raise DataError(f"{where}: the template changes the beginning of an answer, {beginning[:40]!r}")
         return before + beginning
 

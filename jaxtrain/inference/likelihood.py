@@ -60,7 +60,11 @@ class LikelihoodScorer:
             self._lengths.add(decoder.short_length)
         self._vocab_size = sharded_model.model.vocab_size or 1
         self._batch_size = batch_size
-        self._predictor = Predictor(sharded_model, functools.partial(_score, sharded_model), batch_axes={})
+        self._predictor = Predictor(
+            sharded_model,
+            functools.partial(_score, sharded_model),
+            batch_axes={},
+        )
 
     def __call__(
         self,
@@ -94,10 +98,15 @@ class LikelihoodScorer:
         scores = [(0.0, False)] * len(continuations)
         # The longest first: what does not fit the memory fails at once.
         for shape, indices in sorted(self.by_shape(continuations).items(), reverse=True):
-            rows = _rows([continuations[index] for index in indices], *shape)
-            batch_size = self._batch_size or self._most_rows(*shape)
-            outputs = self._predictor(params, model_state, rows, batch_size=batch_size, report=report)
-            for index, log_probability, is_greedy in zip(indices, *outputs, strict=True):
+            members = [continuations[index] for index in indices]
+            log_probabilities_R, is_greedy_R = self._predictor(
+                params,
+                model_state,
+                _rows(members, *shape),
+                batch_size=self._batch_size or self._most_rows(*shape),
+                report=report,
+            )
+            for index, log_probability, is_greedy in zip(indices, log_probabilities_R, is_greedy_R, strict=True):
                 scores[index] = (float(log_probability), bool(is_greedy))
         return scores
 
@@ -133,7 +142,12 @@ def _rows(continuations: Sequence[Continuation], length: int, num_scored: int) -
         tokens_RL[row, : len(ids)] = ids
         starts_R[row] = len(ids) - len(continuation)
         targets_RS[row, : len(continuation)] = continuation
-    return ArrayRows({"inputs": {"tokens": tokens_RL, "starts": starts_R, "targets": targets_RS}})
+    inputs = {
+        "tokens": tokens_RL,
+        "starts": starts_R,
+        "targets": targets_RS,
+    }
+    return ArrayRows({"inputs": inputs})
 
 
 def _score(

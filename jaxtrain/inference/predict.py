@@ -93,7 +93,7 @@ class Predictor:
         largest = -(-batch_size // shards) * shards
         size = shards
         # Doubled, so that few sizes are compiled for.
-        while size < min(len(rows), largest):
+        while size < len(rows):
             size *= 2
         size = min(size, largest)
         batches = Batches(rows, size, seed=0, shuffle=False)
@@ -216,8 +216,13 @@ def read_file_rows(
         tokens = framed_tokens(tokenizer, getattr(data, "tokenizer", None))
         return text_rows(tokens, texts, sequence_length=shape[-1]), None
     # Rows of a published model are as long as the longest text needs.
-    length = getattr(config.model, "max_sequence_length", 0)
-    return text_rows(framed_tokens(tokenizer, None), texts, sequence_length=length, fit=True), None
+    rows = text_rows(
+        framed_tokens(tokenizer, None),
+        texts,
+        sequence_length=getattr(config.model, "max_sequence_length", 0),
+        fit=True,
+    )
+    return rows, None
 
 
 def _read_texts(data: Group, path: Path) -> list[list[str]]:
@@ -266,7 +271,7 @@ def answers(
         if kind == "embedding":
             row["embedding"] = values
         elif kind == "number":
-            numbers = [_plain(value) for value in values.ravel()]
+            numbers = list(map(_plain, values.ravel()))
             if len(numbers) == 1:
                 row["number"] = numbers[0]
             else:
