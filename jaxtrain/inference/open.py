@@ -6,7 +6,7 @@ Predict, sample, serve, eval and export of the command line open theirs here.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ def open_model(
     model: Model | None = None,
     task: Task | None = None,
     adapter: str | Path | None = None,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     mesh: Mesh | None = None,
     quantize: str | None = None,
     report: Callable[[str], None] = print_remark,
@@ -123,7 +123,7 @@ def open_model(
     )
 
 
-def _published_config(path: Path, overrides: Iterable[str] | Mapping[str, Any], adapter: str | Path | None) -> Config:
+def _published_config(path: Path, overrides: Sequence[str] | Mapping[str, Any], adapter: str | Path | None) -> Config:
     """The config of a published model that is not trained."""
     group: dict[str, Any] = {"from": str(path)}
     tree: dict[str, Any] = {"model": group, "optimizer": {"kind": "sgd", "momentum": 0.0}}
@@ -141,7 +141,7 @@ def _published_config(path: Path, overrides: Iterable[str] | Mapping[str, Any], 
     return _load(tree, overrides, origin="the published model").config
 
 
-def _load(tree: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any], *, origin: str) -> Loaded:
+def _load(tree: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any], *, origin: str) -> Loaded:
     if isinstance(overrides, Mapping):
         return load_config(tree, keywords=overrides, origin=origin)
     return load_config(tree, overrides=overrides, origin=origin)
@@ -162,7 +162,7 @@ def open_run(
     step: int | None = None,
     model: Model | None = None,
     task: Task | None = None,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     mesh: Mesh | None = None,
     quantize: str | None = None,
     report: Callable[[str], None] = print_remark,
@@ -206,7 +206,7 @@ def open_run(
     )
 
 
-def saved_config(run_dir: str | Path, *, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Loaded:
+def saved_config(run_dir: str | Path, *, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
     """The config of a run for this machine: `data` takes all devices, and text the tokenizer of the run."""
     info = read_run(run_dir)
     saved = dict(info["config"])
