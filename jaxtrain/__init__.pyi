@@ -24,6 +24,7 @@ from .inference.engine.request import EngineDead as EngineDead
 from .inference.engine.request import EngineFull as EngineFull
 from .inference.engine.request import Request as Request
 from .inference.generate import generate_text as generate_text
+from .inference.open import open_model as open_model
 from .inference.open import open_run as open_run
 from .inference.sampling import Sampling as Sampling
 from .layout.mesh import make_mesh as make_mesh

@@ -32,6 +32,7 @@ GROUPS = (
     ("jaxtrain.ops", "tasks"),
     ("jaxtrain.models.shard", "layout"),
     ("jaxtrain.models", "models"),
+    ("jaxtrain.inference.open", "runs"),
     ("jaxtrain.inference", "models"),
     ("jaxtrain.config.schema.Remat", "models"),
     ("jaxtrain.optim", "optimizers"),

@@ -25,7 +25,7 @@ def load_script():
 REFERENCE = load_script()
 ENTRIES = {entry.name: entry for entry in REFERENCE.entries()}
 # Examples of several seconds each: a run with its files, or a transformer that is compiled.
-LONG = {"Engine", "Result", "fit", "generate_text", "open_run", "quantize", "run_config"}
+LONG = {"Engine", "Result", "fit", "generate_text", "open_model", "open_run", "quantize", "run_config"}
 LONG |= {"adapt", "from_models", "load_adapter", "merge_adapters"}
 
 

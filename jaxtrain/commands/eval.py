@@ -73,13 +73,11 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     path = arguments.run_dir
     # A published model has no config of its own.
     config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None
-    from jaxtrain.inference.tasks import evaluate_tasks
+    from jaxtrain.inference.tasks import HEADER, evaluate_tasks, shown_rows
 
     cache = "auto" if config is None else config.compilation_cache
     distributed.start(emulate=arguments.emulate, compilation_cache=cache)
     main = distributed.is_main_process()
-    from jaxtrain.inference.harness import HEADER, shown_rows
-
     progress = Progress(process_index=0 if main else 1)
     with own_code(config), progress, progress.phase("evaluating") as phase:
         step, rows = evaluate_tasks(

@@ -12,9 +12,9 @@ import jax
 
 from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
+from jaxtrain.inference.decoding import Writing
 from jaxtrain.inference.generate import Written
 from jaxtrain.inference.open import open_model, open_served
-from jaxtrain.inference.predict import Writing, write, writer_of
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
@@ -36,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     writing = _writing(arguments)
     model = open_model(arguments.run_dir, quantize=arguments.quantize, step=arguments.step)
     with own_code(model.config):
-        writer = writer_of(model, answers=answers)
-        written: Iterable[Written] = write(writer, texts, writing, answers=answers)
+        written: Iterable[Written] = model.write(texts, writing, chat=answers)
         if arguments.json or writing.piece != 1:
             written = list(written)  # an error comes before any text
         if distributed.is_main_process() and not arguments.json:

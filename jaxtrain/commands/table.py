@@ -185,7 +185,7 @@ def _use() -> None:
         help="table (.csv, .jsonl, .parquet), folder of images, or text file (.txt)",
     )
     add("--out", metavar="FILE", help="output file (.csv or .jsonl); default: CSV on standard output")
-    add("--batch", type=count, metavar="N", help="largest batch size; default: the run's microbatch size")
+    add("--batch", type=count, metavar="N", help="largest batch size; default: 64")
     add("--probabilities", action="store_true", help="add the probability of each class")
     add_shared(parser, "--quantize", "--step", "--emulate")
     add("--json", action="store_true", help="print one JSON object per row instead of CSV")

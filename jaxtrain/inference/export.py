@@ -1,27 +1,25 @@
 """A run written for other programs: a published folder, a folder of adapters, or a portable program."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.files import read_run
 from jaxtrain.config.model import EncoderDecoderConfig, TransformerConfig, published_from
 from jaxtrain.config.published import settings_of
 from jaxtrain.data.tokenizer import load_tokenizer, tokenizer_sha256
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.open import OpenedRun, open_model, open_run
-from jaxtrain.inference.predict import OpenedModel
-from jaxtrain.inference.published import FOLDER, TOKENIZER_FILE, exported_texts, kept_published, tokenizer_file
+from jaxtrain.inference.opened import OpenedModel
+from jaxtrain.inference.published import FOLDER, TOKENIZER_FILE, exported_texts, kept_published
 from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Params
+from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.terminal import print_remark
 from jaxtrain.runtime.tree import merge_leaves, paths_of
 from jaxtrain.weights.base import base_of
@@ -46,43 +44,48 @@ def export_run(
     `dtype` is that of the published model which the run started from unless it is given, and `merge` adds adapters to
     their base as its folder stores it.
     """
-    run_dir = Path(run_dir)
     folder = Path(folder)
-    info = read_run(run_dir)
     run = open_run(run_dir, step=step, overrides={"precision.policy": "fp32"} if merge else {})
     model = run.sharded_model.model
-    file = tokenizer_file(run_dir, info)
-    origin, record = kept_published(run_dir)
-    settings = _settings(run)
-    adapted = model.adapted
-    has_adapters = adapted is not None and adapted.lora is not None
+    origin = kept_published(run.path)
+    has_adapters = model.adapted is not None and model.adapted.lora is not None
     if merge and not has_adapters:
         raise ConfigError(f"{run_dir} has no adapters to merge; leave --merge out")
-    tokenizer = None if file is None else file.read_text(encoding="utf-8")
-    published = run_dir / FOLDER / TOKENIZER_FILE
-    if (
-        run.tokenizer is not None
-        and published.is_file()
-        and tokenizer_sha256(load_tokenizer(published)) == tokenizer_sha256(run.tokenizer)
-    ):
-        tokenizer = None  # that of the published model stays as it is written
-    texts = exported_texts(info, run.tokenizer, origin, model)
-    texts = dataclasses.replace(texts, tokenizer=tokenizer, classes=run.classes)
-    if has_adapters and not merge:
-        if dtype not in (None, "float32"):
-            raise ConfigError("adapters are written in float32; leave --dtype out, or add --merge")
-        known = origin or Origin()
-        return write_adapter(
+    texts = exported_texts(run.info, run.tokenizer, origin, model)
+    texts = dataclasses.replace(texts, tokenizer=_own_tokenizer(run), classes=run.classes)
+    if merge or not has_adapters:
+        params = _merged(run) if merge else run.params
+        form = Form(dtype, max_shard_size)
+        return write_published(
             folder,
-            settings,
-            run.params,
-            model=model,
-            base=Origin(known.config, companions(texts.ids, known.files, texts)),
-            base_name=record.get("folder"),
+            _settings(run),
+            params,
+            run.model_state,
+            origin=origin,
+            texts=texts,
+            form=form,
         )
-    form = Form(dtype, max_shard_size)
-    params = _merged(run) if merge else run.params
-    return write_published(folder, settings, params, run.model_state, origin=origin, texts=texts, form=form)
+    if dtype not in (None, "float32"):
+        raise ConfigError("adapters are written in float32; leave --dtype out, or add --merge")
+    base = origin or Origin()
+    return write_adapter(
+        folder,
+        _settings(run),
+        run.params,
+        model=model,
+        base=Origin(base.config, companions(texts.ids, base.files, texts)),
+        base_name=(run.info.get("published") or {}).get("folder"),
+    )
+
+
+def _own_tokenizer(run: OpenedRun) -> str | None:
+    """The tokenizer.json of a run; None: that of the published model that it started from stays as it is written."""
+    if run.tokenizer is None:
+        return None
+    published = run.path / FOLDER / TOKENIZER_FILE
+    if published.is_file() and tokenizer_sha256(load_tokenizer(published)) == tokenizer_sha256(run.tokenizer):
+        return None
+    return (run.path / TOKENIZER_FILE).read_text(encoding="utf-8")
 
 
 def export_folder(
@@ -92,21 +95,19 @@ def export_folder(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Writes a published folder or .gguf file again, tensor by tensor; see `export_run`."""
+    """Write a published folder or .gguf file again, tensor by tensor; see `export_run`."""
     opened = load_pretrained(path)
     published = opened.published
-    held = [
-        {name: StoredParameter(published, place) for name, place in places.items()}
-        for places in (opened.places.params, opened.places.model_state)
-    ]
+    params = {name: StoredParameter(published, place) for name, place in opened.places.params.items()}
+    model_state = {name: StoredParameter(published, place) for name, place in opened.places.model_state.items()}
     origin = Origin(published.source.config, published.source.files, saved_dtypes(published))
     form = Form(dtype, max_shard_size)
-    return write_published(folder, settings_of(opened.config), *held, origin=origin, form=form)
+    return write_published(folder, settings_of(opened.config), params, model_state, origin=origin, form=form)
 
 
 def _settings(run: OpenedRun) -> dict[str, Any]:
     """The model group with the sizes that its config left to the data."""
-    data = run.info.get("data") or {}
+    data = run.trained_on
     settings = settings_of(run.config.model, vocab_size=data.get("vocab_size"))
     if "num_classes" in settings and settings["num_classes"] is None:
         settings["num_classes"] = data.get("num_outputs")
@@ -117,25 +118,22 @@ def _settings(run: OpenedRun) -> dict[str, Any]:
 
 
 def _merged(run: OpenedRun) -> Params:
-    """Base and adapters, added up in float32."""
-    params = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
-        _with_stored_base(run),
-    )
-    return merge_adapters(params, run.sharded_model.model)
-
-
-def _with_stored_base(run: OpenedRun) -> Params:
-    """The parameters of a run that was opened in float32, with the frozen floats that its policy rounded as stored."""
+    """Base and adapters of a run that was opened in float32, added up."""
+    params = run.params
     record = base_of(run.info)
-    dtypes = {name: str(leaf.dtype) for name, leaf in paths_of(run.params).items()}
-    if record is None:
-        return run.params
-    rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
-    unchecked = dataclasses.replace(record, digests={})  # without the dtypes of digests it is read as it is stored
-    where = {"run_dir": run.path, "moved_to": published_from(run.config.model)}
-    stored = restore_base(run.sharded_model, unchecked, only=lambda path: path in rounded, **where)
-    return merge_leaves(stored, run.params)
+    if record is not None:
+        # The frozen floats that the policy of the run rounded are read as they are stored: without their digests.
+        dtypes = {name: str(leaf.dtype) for name, leaf in paths_of(params).items()}
+        rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
+        stored = restore_base(
+            run.sharded_model,
+            dataclasses.replace(record, digests={}),
+            run_dir=run.path,
+            moved_to=published_from(run.config.model),
+            only=lambda path: path in rounded,
+        )
+        params = merge_leaves(stored, params)
+    return merge_adapters(cast_floats(params, "float32"), run.sharded_model.model)
 
 
 def export_program(path: str | Path, folder: str | Path, *, batch: int | None = None, step: int | None = None) -> Path:
@@ -154,14 +152,20 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
     program = make_program(model, opened.params, opened.model_state, rows, batch=batch)
     if program.reason is not None:
         print_remark(f"the program takes {program.batch} row per call, not any number: {program.reason}")
-    about = {"name": Path(path).name, "step": opened.step, "model": model.model.name, "precision": model.policy.name}
+    about = {
+        "name": Path(path).name,
+        "step": opened.step,
+        "model": model.model.name,
+        "precision": model.policy.name,
+    }
     if opened.classes is not None:
         about["classes"] = list(opened.classes)
     if isinstance(config, EncoderDecoderConfig):
         about["decoder_tokens_begin_with"] = config.start_token
-    # What is done to the columns of a table before the program.
-    reading = (opened.info.get("data") or {}).get("reading") or {}
-    about |= {key: reading[key] for key in ("columns", "mean", "deviation", "target_offset") if key in reading}
+    for key in ("columns", "mean", "deviation", "target_offset"):
+        if key in opened.reading:
+            # What is done to the columns of a table before the program, and to its numbers after it.
+            about[key] = opened.reading[key]
     write_program(folder, program, about=about)
     if opened.tokenizer is not None:
         opened.tokenizer.save(folder / "tokenizer.json")
@@ -171,18 +175,19 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
 def _program_rows(opened: OpenedModel) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of one row of each input of the model."""
     config = opened.config.model
-    data = opened.info.get("data") or {}
-    shape = data.get("input_shape")
-    dtype = data.get("input_dtype")
-    if isinstance(config, TransformerConfig | EncoderDecoderConfig):
-        length = shape[-1] if shape else config.max_sequence_length
-        names = {"tokens": length}
-        if isinstance(config, EncoderDecoderConfig):
-            written = getattr(opened.config.data, "target_length", None) or length
-            names |= {"segments": length, "decoder_tokens": written}
-        elif config.head_kind != "language_model":
-            names |= {"segments": length} | ({"token_types": length} if config.token_types else {})
-        return {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in names.items()}
-    if not shape or dtype is None:
-        raise ConfigError(f"{os.fspath(opened)} does not record the shape of its rows; use jax.export on its model")
-    return {"inputs": jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))}
+    shape = opened.trained_on.get("input_shape")
+    dtype = opened.trained_on.get("input_dtype")
+    if not isinstance(config, TransformerConfig | EncoderDecoderConfig):
+        if not shape or dtype is None:
+            raise ConfigError(f"{opened.path} does not record the shape of its rows; use jax.export on its model")
+        return {"inputs": jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))}
+    length = shape[-1] if shape else config.max_sequence_length
+    lengths = {"tokens": length}
+    if isinstance(config, EncoderDecoderConfig):
+        lengths["segments"] = length
+        lengths["decoder_tokens"] = getattr(opened.config.data, "target_length", None) or length
+    elif config.head_kind != "language_model":
+        lengths["segments"] = length
+        if config.token_types:
+            lengths["token_types"] = length
+    return {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in lengths.items()}

@@ -22,7 +22,7 @@ from jaxtrain.data.chat.templates import (
     published_format,
     published_tokens,
 )
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, json_beside
 from jaxtrain.errors import ConfigError, DataError, reading_published
 from jaxtrain.families.family import label_names
 from jaxtrain.formats.hub import read_published_config, tokenizer_origin
@@ -30,7 +30,7 @@ from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.models.model import Model
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.weights.read import open_published
-from jaxtrain.weights.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes
+from jaxtrain.weights.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes, write_files
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
@@ -39,36 +39,48 @@ FOLDER = "published"
 _RECORD = "origin.json"
 
 
-def keep_published(run_dir: Path, model: Group, *, adapter: str | None, is_resumed: bool) -> dict[str, Any] | None:
+def keep_published(
+    run_dir: Path,
+    model: Group,
+    *,
+    adapter: str | None,
+    is_resumed: bool,
+) -> dict[str, Any] | None:
     """Copy the small files of the published model, and of an adapter over it, that a run starts from into the run."""
-    path, kept = published_from(model), run_dir / FOLDER
+    path = published_from(model)
+    folder = run_dir / FOLDER
     if path is None:
         return None
-    if is_resumed and (kept / _RECORD).is_file():
-        return json.loads((kept / _RECORD).read_text(encoding="utf-8"))
-    published, tokenizer = open_published(path), tokenizer_origin(Path(path))
+    if is_resumed and (folder / _RECORD).is_file():
+        return json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    published = open_published(path)
+    tokenizer = tokenizer_origin(Path(path))
     files = dict(published.source.files)
     if adapter is not None and tokenizer is not None:
-        files = {name: text for name, text in files.items() if name not in TEXT_FILES}
+        for name in TEXT_FILES:
+            files.pop(name, None)
         files |= texts_beside(tokenizer, adapter)
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir(parents=True)
-    for name, text in files.items():
-        (kept / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    write_json_atomic(kept / "config.json", dict(published.source.config))
-    record = {"folder": str(Path(path).resolve()), "dtypes": saved_dtypes(published)}
-    write_json_atomic(kept / _RECORD, record)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_files(folder, files)
+    write_json_atomic(folder / "config.json", dict(published.source.config))
+    record = {
+        "folder": str(Path(path).resolve()),
+        "dtypes": saved_dtypes(published),
+    }
+    write_json_atomic(folder / _RECORD, record)
     return record
 
 
-def kept_published(run_dir: Path) -> tuple[Origin | None, dict[str, Any]]:
-    """What a run kept of the published model that it started from, and the record of it; None and {} of none."""
-    kept = run_dir / FOLDER
-    if not (kept / "config.json").is_file():
-        return None, {}
-    small = [file for file in sorted(kept.iterdir()) if file.name not in ("config.json", _RECORD)]
-    config, record = (json.loads((kept / name).read_text(encoding="utf-8")) for name in ("config.json", _RECORD))
-    return Origin(config, {file.name: file.read_bytes() for file in small}, record.get("dtypes", {})), record
+def kept_published(run_dir: Path) -> Origin | None:
+    """What a run kept of the published model that it started from; None: it started from none."""
+    folder = run_dir / FOLDER
+    if not (folder / "config.json").is_file():
+        return None
+    files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    config = json.loads(files.pop("config.json"))
+    record = json.loads(files.pop(_RECORD))
+    return Origin(config, files, record["dtypes"])
 
 
 def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
@@ -76,19 +88,15 @@ def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
     path = published_from(config.model)
     if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
         return
-    names = label_names(read_published_config(Path(path))) or []
-    if list(classes) != list(names) and sorted(classes) == sorted(names):
-        raise ConfigError(
-            f"the head of {path} numbers its classes {', '.join(names[:3])}, ..., but the data "
-            f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
-        )
-
-
-def published_classes(config: Mapping[str, Any], name: str) -> Sequence[str] | None:
-    """The names of the classes in a config.json; None: it names none."""
-    if config.get("problem_type") == "multi_label_classification":
-        raise ConfigError(f"{name} gives several classes per row (problem_type); jaxtrain.load_pretrained gives logits")
-    return label_names(config)
+    names = label_names(read_published_config(Path(path)))
+    if names is None or tuple(classes) == names or sorted(classes) != sorted(names):
+        return
+    published_order = ", ".join(names[:3])
+    order = ", ".join(classes[:3])
+    raise ConfigError(
+        f"the head of {path} numbers its classes {published_order}, ..., but the data {order}, ...; write them as "
+        f"numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
+    )
 
 
 def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
@@ -96,7 +104,26 @@ def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
     temporary = run_dir / f".{TOKENIZER_FILE}.{os.getpid()}.tmp"
     tokenizer.save(temporary)
     temporary.replace(run_dir / TOKENIZER_FILE)
-    return file_digest(run_dir / TOKENIZER_FILE)
+    return _digest(run_dir / TOKENIZER_FILE)
+
+
+def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
+    """The intact tokenizer file of a run; None: the run has none."""
+    path = run_dir / TOKENIZER_FILE
+    digest = info.get(TOKENIZER_DIGEST)
+    if not path.is_file():
+        if digest is None:
+            return None
+        state = "is gone"
+    elif digest is None or _digest(path) == digest:
+        return path
+    else:
+        state = "is damaged, or not the run's"
+    raise DataError(f"{path} {state}; run 'jaxtrain train {run_dir}' again, which writes it from the data of the run")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read_tokenizer(run_dir: Path, info: Mapping[str, Any]) -> Tokenizer | None:
@@ -104,71 +131,76 @@ def read_tokenizer(run_dir: Path, info: Mapping[str, Any]) -> Tokenizer | None:
     path = tokenizer_file(run_dir, info)
     if path is None:
         return None
-    tokenizer, data = load_tokenizer(path), info.get("data") or {}
+    tokenizer = load_tokenizer(path)
+    data = info.get("data") or {}
     if "end_of_text" in data:  # an imported run ends as the tokenizer alone says
         tokenizer.end_of_text = data["end_of_text"]
     return tokenizer
 
 
 def texts_beside(file: Path, adapter: str | Path | None) -> dict[str, str]:
-    """The files that say how a published model chats: those of an adapter over it where that has a template."""
-    base = files_beside(file)
-    own = {} if adapter is None else files_beside(Path(adapter) / "tokenizer.json")
-    if TEMPLATE not in own and not json.loads(own.get(SETTINGS, "{}")).get("chat_template"):
-        return base
-    return {name: text for name, text in base.items() if name != TEMPLATE} | own
+    """The files that say how a published model chats: those of an adapter over it if that has a template."""
+    files = files_beside(file)
+    if adapter is None:
+        return files
+    adapter_files = files_beside(Path(adapter) / TOKENIZER_FILE)
+    if TEMPLATE not in adapter_files and not json_beside(adapter_files, SETTINGS).get("chat_template"):
+        return files
+    files.pop(TEMPLATE, None)
+    return files | adapter_files
 
 
 def read_texts(
-    files: Mapping[str, str], tokenizer: Tokenizer | None, *, where: str, added: bool
+    files: Mapping[str, str],
+    tokenizer: Tokenizer | None,
+    *,
+    where: str,
+    added: bool,
 ) -> tuple[ChatFormat | None, SpecialTokens]:
-    """The chat template (None: there is none) and the special tokens that the files beside a tokenizer name."""
+    """Read the chat template (None: there is none) and the special tokens from the files beside a tokenizer.
+
+    Args:
+        files: name -> text.
+        tokenizer: that the files belong to.
+        where: its folder, for messages.
+        added: whether what the tokenizer's file puts before a text stands before a prompt.
+    """
     if not files or not isinstance(tokenizer, NamedTokens):
         return None, SpecialTokens(added)
     with reading_published(f"what is beside the tokenizer of {where}"):
-        named, stop = published_tokens(files, tokenizer)
+        names, stop = published_tokens(files, tokenizer)
         stop = tuple(np.array(stop, np.int32).tolist())
-        known = {name: text for name, text in named.items() if tokenizer.token_id(text) is not None}
-        return published_format(files, where, tokenizer), SpecialTokens(added, stop, known)
+        names = {name: text for name, text in names.items() if tokenizer.token_id(text) is not None}
+        return published_format(files, where, tokenizer), SpecialTokens(added, stop, names)
 
 
-def exported_texts(info: Mapping[str, Any], tokenizer: Tokenizer | None, origin: Origin | None, model: Model) -> Texts:
-    """Chat template and ends of a run, where its published model (`origin`) does not say the same."""
-    form = format_of_reading((info.get("data") or {}).get("reading"))
+def exported_texts(
+    info: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    origin: Origin | None,
+    model: Model,
+) -> Texts:
+    """The chat template and the ends of texts that a run was trained with.
+
+    Nothing is said of a run on plain text that started from a published model, whose files stay as they are.
+    """
     if model.decoder is None or not isinstance(tokenizer, BpeTokenizer | ByteTokenizer):
         return Texts()
-    if form is None:
-        if origin is not None and "tokenizer.json" in origin.files:
-            return Texts()
-        end = tokenizer.end_of_text if model.decoder.encode is None else encoder_prompts(tokenizer).end
-        name = None if end is None else tokenizer.decode([end])
-        tokens = {} if name is None or tokenizer.token_id(name) != end else {"eos_token": name}
-        return Texts(tokens=tokens, ids={"eos_token_id": end})
-    files = {} if origin is None else {name: text for name, text in origin.files.items() if name in TEXT_FILES}
-    files = {name: text.decode() if isinstance(text, bytes) else text for name, text in files.items()}
-    theirs = published_format(files, "the published model", tokenizer)
-    named, stop = published_tokens(files, tokenizer) if files else ({}, ())
-    # An answer of the run ends with a document, too.
-    ends = list(dict.fromkeys([*form.stop, *(() if tokenizer.end_of_text is None else (tokenizer.end_of_text,))]))
-    said = set(stop) in (set(form.stop), set(ends))
-    return Texts(
-        template=None if theirs is not None and theirs.source == form.source else form.source,
-        tokens={name: text for name, text in form.tokens.items() if named.get(name) != text},
-        ids={} if said else {"eos_token_id": ends if len(ends) > 1 else ends[0]},
-    )
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a small file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
-    """The intact tokenizer file of a run; None where the run has none."""
-    path = run_dir / TOKENIZER_FILE
-    wanted = info.get(TOKENIZER_DIGEST)
-    is_there = path.is_file()
-    if wanted is None or (is_there and file_digest(path) == wanted):
-        return path if is_there else None
-    state = "is damaged, or not the run's" if is_there else "is gone"
-    raise DataError(f"{path} {state}; run 'jaxtrain train {run_dir}' again, which writes it from the data of the run")
+    end = tokenizer.end_of_text
+    form = format_of_reading((info.get("data") or {}).get("reading"))
+    if form is not None:
+        # An answer ends with a document, too.
+        ends = list(form.stop)
+        if end is not None and end not in ends:
+            ends.append(end)
+        return Texts(form.source, form.tokens, {"eos_token_id": ends})
+    if origin is not None and TOKENIZER_FILE in origin.files:
+        return Texts()
+    if model.decoder.encode is not None:
+        end = encoder_prompts(tokenizer).end
+    tokens = {}
+    if end is not None:
+        name = tokenizer.decode([end])
+        if tokenizer.token_id(name) == end:
+            tokens = {"eos_token": name}
+    return Texts(tokens=tokens, ids={"eos_token_id": end})

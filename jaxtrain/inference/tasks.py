@@ -6,19 +6,17 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import ConfigError, DataError, UserError, first_line
-from jaxtrain.inference.harness import AskedModel, result_rows, task_tokens
 from jaxtrain.inference.open import open_model
-from jaxtrain.inference.predict import tokenizer_of, writer_of
 
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
 _BOOTSTRAP = 1000
-_SEED = 1234  # by which the harness chooses examples
+HEADER = ("task", "version", "filter", "shots", "metric", "value", "stderr", "rows")
 
 
 def evaluate_tasks(
@@ -32,11 +30,20 @@ def evaluate_tasks(
     report: Callable[[str], None] = print,
     **how: Any,
 ) -> tuple[int | None, list[dict[str, Any]]]:
-    """Score a model (`how` are further arguments of `open_model`) on task files, or tasks of the harness by name.
+    """Score a model on tasks of the harness.
 
-    The result is the step of a run's checkpoint, and one row for each metric of each task, as `result_rows` makes them.
-    `limit` bounds the documents of a task, `shots` are the examples before each question (None: as the task says),
-    `batch_size` bounds the rows of a batch, and `report` receives lines on what is computed.
+    Args:
+        path: of the model, for `open_model`.
+        tasks: names of the harness, or .yaml files.
+        limit: most documents of a task; None: all.
+        shots: examples before each question; None: as the task says.
+        chat: whether to ask through the chat template of the model.
+        batch_size: most rows of a batch; None: by their length.
+        report: receives how much is done.
+        how: further arguments of `open_model`.
+
+    Returns:
+        The step of a run's checkpoint, and one row for each metric of each task, see `result_rows`.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--tasks needs the package lm-eval: pip install '.[harness]'")
@@ -44,54 +51,53 @@ def evaluate_tasks(
     os.environ["DISABLE_MULTIPROC"] = "1"
     for name in ("lm_eval", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(sys.stderr):
-        found_tasks = _tasks(tasks, shots=shots)  # mistakes in tasks are found before parameters are read
-        opened = writer_of(open_model(path, **how), answers=chat)
-        from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+    with contextlib.redirect_stdout(sys.stderr), _task_errors(", ".join(tasks)):
+        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 
-        from jaxtrain.inference.harness_model import HarnessModel
+        from jaxtrain.inference.harness import HarnessModel
 
-        form = opened.chat if chat else None
-        tokens = task_tokens(tokenizer_of(opened), opened.special, form)
-        held = opened.sharded_model, opened.params, opened.model_state
-        model = HarnessModel(AskedModel(*held, tokens, rows=batch_size, report=report), form)
-        options: dict[str, Any] = {"limit": limit, "bootstrap_iters": _BOOTSTRAP, "log_samples": False}
-        options |= {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
-        with _task_errors(", ".join(tasks)):
-            found = evaluate(lm=model, task_dict=found_tasks, **options)
-    assert found is not None  # only on further ranks of the harness, which there are none of
-    return opened.step, result_rows(found)
+        names, manager = _find_tasks(tasks)
+        opened = open_model(path, **how)
+        # Parameters are read at the first question: mistakes in tasks are found before.
+        results = simple_evaluate(
+            model=HarnessModel(opened, chat=chat, batch_size=batch_size, report=report),
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=shots,
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAP,
+            log_samples=False,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+        )
+    assert results is not None  # only further processes of the harness get none
+    return opened.step, result_rows(results)
 
 
-def _tasks(tasks: Sequence[str], *, shots: int | None) -> dict[str, Any]:
-    """The tasks and groups with their data, as `TaskManager.load` gives them."""
+def _find_tasks(tasks: Sequence[str]) -> tuple[list[str], Any]:
+    """The names and resolved files of tasks, and the manager of the harness that knows them."""
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    files = {task: Path(task).expanduser().resolve() for task in tasks if Path(task).suffix in (".yaml", ".yml")}
+    files = [task for task in tasks if Path(task).suffix in (".yaml", ".yml")]
     # Ten thousand files are read to know the names.
     manager = TaskManager(include_defaults=len(files) < len(tasks))
-    opened: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    names = []
     for task in tasks:
-        if not files[task].is_file() if task in files else task not in manager.task_index:
+        file = Path(task).expanduser().resolve()
+        if task in files and file.is_file():
+            names.append(str(file))
+        elif task in manager.task_index:
+            names.append(task)
+        else:
             close = difflib.get_close_matches(task, manager.all_tasks, 1)
             guess = f"did you mean {close[0]}?" if close else "give a .yaml file, or a name of 'lm-eval ls tasks'"
             raise ConfigError(f"--tasks {task}: there is no such file or task; {guess}")
-        with _task_errors(task):
-            found = manager.load([str(files.get(task, task))])
-        for part, members in opened.items():
-            members.update(found.get(part, {}))
-    for one in opened["tasks"].values():
-        said = one.get_config("num_fewshot")
-        # A task that says 0 is asked without examples, whatever is wanted.
-        if said is None or (shots is not None and said != 0):
-            one.set_config(key="num_fewshot", value=shots or 0)
-        one.set_fewshot_seed(seed=_SEED)
-    return opened
+    return names, manager
 
 
 @contextlib.contextmanager
 def _task_errors(tasks: str) -> Iterator[None]:
-    """Gives an error of a task or of its data as one line."""
+    """Give an error of a task or of its data as one line."""
     try:
         yield
     except UserError:
@@ -101,3 +107,48 @@ def _task_errors(tasks: str) -> Iterator[None]:
             f"--tasks {tasks}: {type(error).__name__}: {first_line(error)}; docs/evaluation_tasks.md has tasks "
             "that need no network, and --debug shows the traceback"
         ) from error
+
+
+def result_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row for each metric of each task and group, in the order of the harness.
+
+    Args:
+        results: what `lm_eval.simple_evaluate` returns.
+
+    Returns:
+        Rows with the entries of `HEADER`, and `higher_is_better`; an entry that the harness does not give is None.
+        `rows` are the documents that were asked.
+    """
+    rows = []
+    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in metrics.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            stderr = metrics.get(f"{metric}_stderr,{filter_name}")
+            rows.append(
+                {
+                    "task": task,
+                    "version": results["versions"].get(task),
+                    "filter": filter_name,
+                    "shots": results["n-shot"].get(task),
+                    "metric": metric,
+                    "value": value,
+                    # The harness writes N/A where there is none.
+                    "stderr": stderr if isinstance(stderr, float) else None,
+                    "rows": results["n-samples"].get(task, {}).get("effective"),
+                    "higher_is_better": results["higher_is_better"].get(task, {}).get(metric),
+                }
+            )
+    return rows
+
+
+def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows as texts, in the order of `HEADER`."""
+
+    def text(value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+    return [tuple(text(row[name]) for name in HEADER) for row in rows]

@@ -76,3 +76,4 @@ def test_data_from_python_is_not_replaced_by_that_of_the_config(cli, text_run, t
     assert evaluate(cli, run, *overrides)["rows"] > 0
     data = saved_config(run, overrides=overrides).config.data
     assert (data.tokenizer.kind, data.tokenizer.path) == ("file", str(run / "tokenizer.json"))
+    assert saved_config(run, overrides=["data.tokenizer.kind=byte"]).config.data.tokenizer.kind == "byte"

@@ -1,7 +1,7 @@
 """`jaxtrain eval --tasks`: tasks of lm-eval-harness, asked of a run from local files.
 
 The package lm-eval is the extra `harness`, which is not in `dev`; what needs it says so where it is left out. What it
-asks of a model is tested without it in tests/inference/test_asked.py.
+asks of a model is tested in tests/inference/test_harness.py.
 """
 
 import importlib.util
@@ -10,8 +10,7 @@ import json
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.harness import AskedModel, task_tokens
-from jaxtrain.inference.prompts import SpecialTokens
+from jaxtrain.inference.likelihood import LikelihoodScorer
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
@@ -50,27 +49,29 @@ metric_list: [{{metric: exact_match}}]
 """
 
 
+THINGS = [f"thing number {i}" for i in range(5)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, text_run):
     """Two task files over one file of documents, and what the run says to them without the harness."""
     folder = tmp_path_factory.mktemp("tasks")
     run = jt.open_run(text_run)
-    asked = AskedModel(
-        run.sharded_model, run.params, run.model_state, task_tokens(run.tokenizer, SpecialTokens(), None)
-    )
-    things = [f"thing number {i}" for i in range(5)]
-    answers = asked.answer([(f"The {thing} is", {"until": ".", "max_gen_toks": 4}) for thing in things], task="words")
-    # Three of five answers are those that the run gives.
-    documents = [
-        {"thing": thing, "answer": i % 3, "said": answers[i] if i < 3 else "-"} for i, thing in enumerate(things)
-    ]
+    scorer = LikelihoodScorer(run.sharded_model)
+    documents = []
+    num_right = 0
+    for i, thing in enumerate(THINGS):
+        context = f"The {thing} is"
+        # Three of five answers are those that the run gives.
+        text = run.sample(context, new_tokens=4, temperature=0).removeprefix(context).split(".")[0]
+        documents.append({"thing": thing, "answer": i % 3, "said": text if i < 3 else "-"})
+        pairs = [([*context.encode()], [*f" {choice}".encode()]) for choice in ("red", "green", "blue")]
+        scores = [score for score, _ in scorer(run.params, run.model_state, pairs)]
+        num_right += scores.index(max(scores)) == i % 3
     (folder / "colours.jsonl").write_text("".join(f"{json.dumps(document)}\n" for document in documents))
     for name, text in (("colours", COLOURS), ("words", WORDS)):
         (folder / f"{name}.yaml").write_text(text.format(folder=folder))
-    pairs = [(f"The {thing} is", f" {choice}") for thing in things for choice in ("red", "green", "blue")]
-    scores = [score for score, _ in asked.score_continuations(pairs)]
-    best = [max(range(3), key=lambda k, i=i: scores[3 * i + k]) for i in range(5)]
-    return folder, {"colours": sum(best[i] == i % 3 for i in range(5)) / 5, "words": 0.6}
+    return folder, {"colours": num_right / 5, "words": 0.6}
 
 
 @needs_lm_eval

@@ -1,4 +1,4 @@
-"""One rule for the beginning of a text: `sample`, `serve`, `generate_text` and `eval --tasks` read a prompt alike."""
+"""One rule for the beginning of a text: `sample`, `serve` and `generate_text` read a prompt alike."""
 
 import json
 
@@ -12,7 +12,6 @@ from jaxtrain.data.chat.templates import files_beside
 from jaxtrain.data.tokenizer import BpeTokenizer
 from jaxtrain.errors import CheckpointError
 from jaxtrain.inference import generate
-from jaxtrain.inference.harness import task_tokens
 from jaxtrain.inference.prompts import encode_prompts
 from jaxtrain.inference.published import read_texts
 from jaxtrain.inference.server.bodies import PromptReader
@@ -52,8 +51,7 @@ def read_everywhere(model, tokenizer, special) -> list[list[int]]:
     encoded = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
     assert encoded.given == [tokenizer.encode("hi").tolist()]  # the text does not show what was added
     served = PromptReader(tokenizer, None, vocab_size=258, special=special)
-    asked = task_tokens(tokenizer, special, None)
-    return [encoded.tokens[0].tolist(), list(served.of_text("hi")), asked.contexts(["hi"])[0]]
+    return [encoded.tokens[0].tolist(), list(served.of_text("hi"))]
 
 
 @pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
@@ -86,7 +84,7 @@ def test_of_a_published_folder(model, tokenizer, tmp_path, files):
     for name, settings in files.items():
         (tmp_path / name).write_text(json.dumps(settings))
     _, special = read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="", added=True)
-    assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 3
+    assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 2
     reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
     assert reader.stop_tokens == {257, 10}
     assert reader.of_text("hi", add_special_tokens=False) == tuple(tokenizer.encode("hi"))

@@ -46,8 +46,8 @@ ENDED = {"eos_token": "<|endoftext|>"}
 FOUND = {
     "text": ({}, None, None, ENDED, {"eos_token_id": 0}),
     "chats": (reading(), None, BUILT_IN["chatml"], NAMED, ALL),
-    "as the published model": (reading(), origin(), None, {}, {}),
-    "another template": (reading("plain"), origin(), BUILT_IN["plain"], {}, {}),
+    "text, from a published model": ({}, origin(), None, {}, {}),
+    "chats, from a published model": (reading("plain"), origin(), BUILT_IN["plain"], NAMED, ALL),
 }
 
 
