@@ -18,8 +18,8 @@ from jaxtrain.config.arguments import check_whole, shown
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.task import ModelCall, Task, with_weights
+from jaxtrain.parallel.division import microbatches_by_name
 from jaxtrain.train.batch import BatchFeed
-from jaxtrain.train.options import divided_by
 from jaxtrain.train.state import EvaluationState, TrainState
 from jaxtrain.train.step import TrainStep
 
@@ -132,7 +132,7 @@ def compute_reference(
         compiler_options={**step.compiler_options.used} or None,
     )
     # Without microbatches: nothing is kept for a backward pass.
-    load = BatchFeed(step.sharded_model, step.task, divided_by(None, 1)).loader(batches)
+    load = BatchFeed(step.sharded_model, step.task, microbatches_by_name(None, 1)).loader(batches)
     parts = [np.asarray(compute(params, model_state, load(k)).addressable_data(0)) for k in range(len(batches))]
     values = np.concatenate(parts)[: len(rows)]
     wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))

@@ -184,7 +184,7 @@ def halves(outputs, batch):
 
 REFUSED = {
     "global": (jt.Task("c", contrastive, rows="global"), {"accumulation_steps": 2}, "use accumulation_steps=1"),
-    "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; pass ema_decay=0.999"),
+    "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; give make_train_step"),
 }
 
 

@@ -183,5 +183,7 @@ def test_what_cannot_be_a_start_is_one_line(given: dict[str, Any], words: str, f
 
 def test_a_run_with_another_head_is_one_line(trained: Any, new_head: TrainStep) -> None:
     run, _ = trained
-    with pytest.raises(jt.ConfigError, match=r"step 4, does not fit the model of this step: head/bias is float32\[4\].*\"head/\*\""):
+    with pytest.raises(
+        jt.ConfigError, match=r"step 4, does not fit the model of this step: head/bias is float32\[4\].*\"head/\*\""
+    ):
         jt.load_weights(new_head, run)
