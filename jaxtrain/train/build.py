@@ -148,7 +148,7 @@ def build_sharded_model(
     )
     return shard_model(
         model,
-        mesh=mesh or make_mesh(**config_degrees(parallel)),
+        mesh=mesh or make_mesh(**config_degrees(parallel), devices=None),
         policy=config.precision.policy,
         parallelism=Parallelism(**options),
         trainable=_trainable(config, model),

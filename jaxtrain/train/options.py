@@ -31,7 +31,7 @@ def mesh_for(parallelism: Parallelism, mesh: Mesh | None) -> Mesh:
         raise ConfigError("parallel.auto lets the planner choose degrees for a config; set them, or give mesh=")
     degrees = config_degrees(parallelism)
     if mesh is None:
-        return make_mesh(**degrees)
+        return make_mesh(**degrees, devices=None)
     for axis in AXES:
         if axis in parallelism.model_fields_set and degrees[axis] not in ("auto", mesh.shape[axis]):
             raise ConfigError(
