@@ -89,7 +89,7 @@ def fit(
         trainable: parameter path -> whether it is trained; None: all are.
         learning_rate: the rate of the optimizer that metrics and report show, a number or a schedule; None: none.
         rules, parallelism, compiler_options, offload_optimizer: see `make_train_step`.
-        params, model_state, skip: what training starts from, as for `TrainStep.init`; None: what the model draws.
+        params, model_state, skip: what training starts from, as for `load_weights`; None: what the model draws.
         seed: of the parameters, the order of the rows, dropout, and the rows that a share takes.
         run_dir: where everything is written; None: a directory of its own, runs/<name of the model>-<number>.
         resume: None goes on with the run that `run_dir` holds if it trains the same (more steps are allowed) and

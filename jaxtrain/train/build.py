@@ -40,7 +40,7 @@ class OwnStep:
         learning_rate: the rate that the metrics show, of such an optimizer; step -> rate, or a number.
         trainable: parameter path -> whether it is trained.
         rules: logical axes -> mesh axes, added to the default rules.
-        params, model_state, skip: what training starts from, in place of what the model draws; see `TrainStep.init`.
+        params, model_state, skip: what training starts from, in place of what the model draws; see `load_weights`.
     """
 
     task: Task | None = None
