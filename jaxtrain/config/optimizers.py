@@ -1,5 +1,6 @@
 """The group `optimizer` of a config: what updates the parameters, and the learning rate over the steps. No jax here."""
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -184,3 +185,12 @@ OptimizerConfig = Annotated[
     Field(discriminator="kind"),
     kind_or("adamw"),
 ]
+
+
+def is_replaced(key: str, parts: Collection[str]) -> bool:
+    """Return whether a dotted key says nothing, since the part that it describes is among the `parts` from Python."""
+    group, _, rest = key.partition(".")
+    # These hold beside an optimizer from Python.
+    if group == "optimizer" and rest.partition(".")[0] in _Update.model_fields:
+        return False
+    return group in parts or (group == "loss" and "task" in parts)

@@ -18,11 +18,11 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Batch, ModelCall, Reference, Sums, Task, calling_sums, sum_ratios, task_sums
-from jaxtrain.parallel.division import batch_shards, check_task_stages, step_microbatches
+from jaxtrain.parallel.division import batch_shards, check_task_stages, microbatches_by_name, step_microbatches
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.runtime.distributed import compiled_by_all
 from jaxtrain.train.batch import BatchFeed
-from jaxtrain.train.options import divided_by, make_pipeline
+from jaxtrain.train.options import make_pipeline
 from jaxtrain.train.program import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState, check_parts
 from jaxtrain.train.step import TrainStep, check_not_donated
@@ -73,7 +73,8 @@ class Evaluator:
             check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
             self._sharded_model, self._task = step, task
             self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
-            self.feed = BatchFeed(step, task, divided_by(self._pipeline, 1))
+            schedule = None if self._pipeline is None else self._pipeline.schedule
+            self.feed = BatchFeed(step, task, microbatches_by_name(schedule, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         self._jitted = jax.jit(self._sums, static_argnums=5, compiler_options={**options.used} or None)
         self._compiled: set[int | None] = set()

@@ -88,8 +88,8 @@ class ModelCall:
         """The moving average of the parameters, with the frozen ones; no gradient flows to it."""
         if self._average is None:
             raise ConfigError(
-                "the loss reads the moving average of the parameters, but the step keeps none; pass ema_decay=0.999 to "
-                "make_train_step, or set optimizer.ema_decay"
+                "the loss reads the moving average of the parameters, but the step keeps none; give make_train_step, "
+                "or the group optimizer, the decay of one"
             )
         return jax.lax.stop_gradient(self._average[0])
 

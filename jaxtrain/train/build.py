@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtrain.config.fits import fresh_parts
 from jaxtrain.config.kinds import check_freeze
 from jaxtrain.config.model import CalledModel, MLPConfig, OutputScale
-from jaxtrain.config.schema import Config, FinetuneConfig, Parallelism, Remat
+from jaxtrain.config.schema import AXES, Config, FinetuneConfig, Parallelism, Remat
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import config_degrees, stage_over_data
@@ -123,17 +123,18 @@ def build_sharded_model(
     Raises:
         ConfigError: parts that do not fit together, or sizes that do not divide.
     """
-    parallelism = config.parallel
-    if stage_over_data(parallelism.zero):
-        parallelism = parallelism.model_copy(update={"zero": 0})
+    parallel = config.parallel
+    options = parallel.model_dump(exclude={*AXES, "auto"})
+    if stage_over_data(parallel.zero):
+        options["zero"] = 0
     model = _configured_model(
         config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model
     )
-    return _shard(
+    return shard_model(
         model,
-        mesh or make_mesh(**config_degrees(config.parallel)),
-        get_policy(config.precision.policy),
-        parallelism,
+        mesh=mesh or make_mesh(**config_degrees(parallel), devices=None),
+        policy=config.precision.policy,
+        parallelism=Parallelism(**options),
         trainable=_trainable(config, model),
         task=task or build_task(config),
     )
@@ -270,27 +271,12 @@ def shard_model(
     """
     check_parts(model=model, task=task)
     parallelism = parallelism or Parallelism()
-    return _shard(
-        model, mesh_for(parallelism, mesh), get_policy(policy), parallelism, rules=rules, trainable=trainable, task=task
-    )
-
-
-def _shard(
-    model: Model,
-    mesh: Mesh,
-    policy: Policy,
-    parallelism: Parallelism,
-    *,
-    rules: Mapping[str, tuple[str, ...]] | None = None,
-    trainable: Callable[[str], bool] | None,
-    task: Task | None,
-) -> ShardedModel:
-    layout = make_layout(model, task, mesh, parallelism, rules)
+    layout = make_layout(model, task, mesh_for(parallelism, mesh), parallelism, rules)
     make_pipeline(model, layout, parallelism, 1)  # refuses what the stages could not run
     return place_model(
         model,
         layout,
-        policy,
+        get_policy(policy),
         trainable=trainable,
         max_replicated_fraction=parallelism.max_replicated_fraction,
     )

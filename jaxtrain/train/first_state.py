@@ -1,6 +1,6 @@
 """The state at step 0 on its devices, drawn by the model or begun from arrays.
 
-On CPU devices what is drawn is evaluated on the host, where that is known to give the same bits.
+On CPU devices of one process what is drawn is evaluated on the host, where that is known to give the same bits.
 """
 
 import json
@@ -20,9 +20,6 @@ from jaxtrain.models.initializers import CannotFollowError, can_draw, follow
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.runtime.tree import merge_leaves, path_name, paths_of
 from jaxtrain.train.state import TrainState, select_leaves
-
-# Each of several processes draws the whole state: up to this many numbers, which take it two seconds.
-_MOST_DRAWN_BY_EACH = 2**29
 
 
 @dataclass(frozen=True)
@@ -92,23 +89,17 @@ class FirstState:
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
         if isinstance(key, Tracer) or not can_draw(key):
             return False
-        if any(device.platform != "cpu" for device in self._devices):
-            return False
-        processes = {device.process_index for device in self._devices}
-        if jax.process_index() not in processes:
-            return False
-        drawn = sum(leaf.size for leaf in jax.tree.leaves(self._abstract.params))
-        if len(processes) > 1 and drawn > _MOST_DRAWN_BY_EACH:
-            return False
-        return all(_is_array(leaf) or leaf.dtype == key.dtype for leaf in jax.tree.leaves(self._abstract))
+        for device in self._devices:
+            if device.platform != "cpu" or device.process_index != jax.process_index():
+                return False
+        return True
 
     def _draw_on_host(self, key: jax.Array) -> TrainState:
         traced = self.program(frozenset()).trace(key, params=None, model_state=None)
         shapes, structure = jax.tree.flatten(self._abstract)
-        device = next(device for device in self._devices if device.process_index == jax.process_index())
         state: list[Any] = []
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
-        with jax.default_device(device), jax.transfer_guard("allow"):
+        with jax.default_device(self._devices[0]), jax.transfer_guard("allow"):
             values = follow(traced.jaxpr, key)[::-1]
             for like in shapes:
                 state.append(_on_devices(values.pop(), like, key))
@@ -125,14 +116,9 @@ def _on_devices(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -
         for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
     ]
     array = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
-    if _is_array(like):
-        return array
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(key))
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf holds numbers and not random keys."""
-    return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(key))
+    return array
 
 
 def _fits(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> bool:

@@ -15,7 +15,6 @@ from jaxtrain.parallel.division import (
     check_model_axes,
     check_task_stages,
     check_zero,
-    microbatches_by_name,
     pipeline_schedule,
     sequence_axes,
 )
@@ -32,7 +31,7 @@ def mesh_for(parallelism: Parallelism, mesh: Mesh | None) -> Mesh:
         raise ConfigError("parallel.auto lets the planner choose degrees for a config; set them, or give mesh=")
     degrees = config_degrees(parallelism)
     if mesh is None:
-        return make_mesh(**degrees)
+        return make_mesh(**degrees, devices=None)
     for axis in AXES:
         if axis in parallelism.model_fields_set and degrees[axis] not in ("auto", mesh.shape[axis]):
             raise ConfigError(
@@ -89,8 +88,3 @@ def make_pipeline(model: Model, layout: Layout, parallelism: Parallelism, microb
     if schedule is None or model.parts is None:
         return None
     return Pipeline(schedule, layout, model.parts.stack, model.parts.num_layers, zero=stage_over_data(parallelism.zero))
-
-
-def divided_by(pipeline: Pipeline | None, microbatches: int) -> dict[str, int]:
-    """Return the number of microbatches by which rows divide, under the name of the setting that gives it."""
-    return microbatches_by_name(None if pipeline is None else pipeline.schedule, microbatches)

@@ -86,17 +86,27 @@ def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradien
     if zero > 0 and not task.calls_model:
         trained = hold_parameters(cast_floats(trained, program.sharded_model.policy.compute_dtype))
         layout = replace(layout, holds=True)
-    # Models of ours add up over the shards of data what they count; of another nobody knows whether it mixes rows.
-    is_ours = isinstance(model.axes, FamilyTable)
+    on_shards = False
+    stack = None
+    if not task.calls_model:
+        # Shipped models add up over the shards of data what they count; another model may mix rows.
+        on_shards = task.rows == "separate" and isinstance(model.axes, FamilyTable)
+        stack = _stack_run_once(model)
     plan = Accumulation(
-        program.microbatches,
-        layout,
-        zero,
-        on_shards=is_ours and task.rows == "separate" and not task.calls_model,
-        stack=None if task.calls_model else _stack_run_once(model),
+        count=program.microbatches,
+        layout=layout,
+        zero=zero,
+        on_shards=on_shards,
+        stack=stack,
         powers_of_two=program.powers_of_two,
     )
-    arguments = Arguments(trained, _fixed(program, state), state.model_state, batch, step_key)
+    arguments = Arguments(
+        params=trained,
+        fixed=_fixed(program, state),
+        model_state=state.model_state,
+        batch=batch,
+        key=step_key,
+    )
     with use_layout(layout):
         return compute_gradients(_loss(program), arguments, plan)
 
@@ -142,15 +152,15 @@ def _sums(
     assert fixed.step is not None
     loss_key, call_key = jax.random.split(key)
     call = ModelCall(
-        model.apply,
-        params,
-        model_state,
-        True,
-        fixed.step,
-        call_key,
-        fixed.average,
-        model.apply_deferred,
-        fixed.reference,
+        apply_model=model.apply,
+        params=params,
+        model_state=model_state,
+        train=True,
+        step=fixed.step,
+        key=call_key,
+        _average=fixed.average,
+        apply_deferred=model.apply_deferred,
+        _reference=fixed.reference,
     )
     with jax.named_scope("loss"):
         return calling_sums(task, call, rows, shard_key(loss_key))
@@ -216,5 +226,5 @@ def evaluation_sums(
 
     `params` are those that are stored.
     """
-    stages, ready = _stages(pipeline, sharded_model, task, params, train=False)
-    return pipeline_sums(pipeline, stages, ready, dict(batch), jax.random.key(0))
+    stages, compute_params = _stages(pipeline, sharded_model, task, params, train=False)
+    return pipeline_sums(pipeline, stages, compute_params, dict(batch), jax.random.key(0))

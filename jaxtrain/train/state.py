@@ -18,11 +18,10 @@ from jaxtrain.models.model import Model, ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Reference, Task
 from jaxtrain.optim.offload import lives_on_host, on_host, to_host
-from jaxtrain.parallel.division import check_whole_batch
+from jaxtrain.parallel.division import check_whole_batch, microbatches_by_name
 from jaxtrain.parallel.stage import Pipeline
 from jaxtrain.precision.policy import LossScale, LossScaling, cast_floats
 from jaxtrain.runtime.tree import merge_leaves, path_name
-from jaxtrain.train.options import divided_by
 from jaxtrain.train.spikes import SpikeHistory, first_history
 
 _PARTS = {
@@ -129,7 +128,8 @@ class StepProgram:
     @property
     def divided_by(self) -> dict[str, int]:
         """The number of microbatches by which rows divide, under the name of the setting that gives it."""
-        return divided_by(self.pipeline, self.microbatches)
+        schedule = None if self.pipeline is None else self.pipeline.schedule
+        return microbatches_by_name(schedule, self.microbatches)
 
     @property
     def powers_of_two(self) -> bool:

@@ -70,9 +70,11 @@ class Target:
 def fill(target: Target, params: Source | None, model_state: Source | None) -> Weights:
     """Read what a model takes of the sources, in its structure, with None for what is drawn."""
     model = target.model
-    drawn = [*paths_of(model.abstract_params), *paths_of(model.abstract_model_state)]
-    given = [path for source in (params, model_state) if source is not None for path in source.leaves]
-    check_patterns("skip", target.skip, list(dict.fromkeys([*drawn, *given])))
+    paths = [*paths_of(model.abstract_params), *paths_of(model.abstract_model_state)]
+    for source in (params, model_state):
+        if source is not None:
+            paths += source.leaves
+    check_patterns("skip", target.skip, list(dict.fromkeys(paths)))
     weights = Weights()
     if params is not None:
         match = _match(params, model)

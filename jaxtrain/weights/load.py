@@ -3,16 +3,16 @@
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.directory import CheckpointInfo, DamagedError
+from jaxtrain.checkpoint.directory import DamagedError
 from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.checkpoint.tree import shown_name, stored_name
 from jaxtrain.config.arguments import is_store_address
@@ -31,8 +31,6 @@ from jaxtrain.weights.base import BaseRecord, base_of
 from jaxtrain.weights.fill import Abstract, Source, Target, as_tree, fill, original_params
 from jaxtrain.weights.peft import open_adapter
 from jaxtrain.weights.read import Place, PublishedModel, find_places, open_published, read_kernel, read_places
-
-Read = TypeVar("Read")
 
 # Moving averages, which evaluation uses, stand in for what they are averages of.
 _AVERAGES = {"params": "ema", "model_state": "ema_model_state"}
@@ -79,7 +77,7 @@ def load_weights(
         target = Target(step, lambda path: False, tuple(skip))
     state = None if model_state is None else _tree_source("model_state", model_state)
     if isinstance(source, str | os.PathLike):
-        return _load_path(source, target, state, adapter)
+        return _load_path(source, target, state, adapter=adapter)
     if adapter is not None:
         raise ConfigError(f"adapter={str(adapter)!r} without its base; name the published folder or file as the source")
     return fill(target, None if source is None else _tree_source("params", source), state)
@@ -88,7 +86,8 @@ def load_weights(
 def _load_path(
     source: str | os.PathLike[str],
     target: Target,
-    model_state: Source | None,
+    model_state: Source | None = None,
+    *,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Weights:
     path = os.fspath(published_place(source, what="load_weights"))
@@ -97,7 +96,10 @@ def _load_path(
         return fill(target, params, model_state or published_state)
     if adapter is not None:
         raise ConfigError(f"adapter={str(adapter)!r} is for a published model, which {path} is not")
-    return _load_checkpoint(path, target, model_state)
+    checkpoint = find_checkpoint(path)
+    with Checkpointer(checkpoint.directory, read_only=True) as checkpointer:
+        _, weights = read_step(checkpointer, checkpoint.step, target, path=path, model_state=model_state)
+        return weights
 
 
 # --- Arrays, a published model, a checkpoint. ---
@@ -146,13 +148,12 @@ def _published_source(published: PublishedModel, places: Mapping[str, Place], kn
 def _with_adapter(base: Source, adapter: str | os.PathLike[str], rows: Sequence[Row], model: ShardedModel) -> Source:
     """Return a source with the factors of an adapter, and with what else it trains, in place of those of its base."""
     opened = open_adapter(os.fspath(adapter), rows)
+    saved = opened.lora
     lora = None if model.model.adapted is None else model.model.adapted.lora
-    rank = 0 if lora is None else lora.rank
-    scale = 0.0 if lora is None else lora.scale
-    if opened.lora.rank != rank or not math.isclose(opened.lora.scale, scale, rel_tol=1e-6):
+    if lora is not None and not (saved.rank == lora.rank and math.isclose(saved.scale, lora.scale, rel_tol=1e-6)):
         raise ConfigError(
-            f"{opened.path} has rank {opened.lora.rank} and scale {opened.lora.scale:g}, but finetune.lora has rank "
-            f"{rank} and scale {scale:g}; leave out rank, alpha and rank_stabilised"
+            f"{opened.path} has rank {saved.rank} and scale {saved.scale:g}, but finetune.lora has rank {lora.rank} "
+            f"and scale {lora.scale:g}; leave out rank, alpha and rank_stabilised"
         )
 
     def read(abstract: Abstract) -> Mapping[str, Any]:
@@ -160,107 +161,91 @@ def _with_adapter(base: Source, adapter: str | os.PathLike[str], rows: Sequence[
         for path, like in abstract.items():
             if path in opened.leaves:
                 # A copy: the factors may be a part of the file that is mapped into memory.
-                arrays[path] = jax.device_put(np.array(opened.leaves[path]), like.sharding)
+                array = np.array(opened.leaves[path])
+                arrays[path] = jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
         return arrays
 
     return replace(base, leaves={**base.leaves, **opened.leaves}, read=read)
 
 
-def _load_checkpoint(path: str, target: Target, model_state: Source | None) -> Weights:
-    """Read the newest intact step at a path, or the step that the path names."""
-    checkpoint = find_checkpoint(path)
-    with Checkpointer(checkpoint.directory, read_only=True) as checkpointer:
-
-        def read(step: int) -> Weights:
-            saved = open_step(checkpointer, step, target.model, path=path)
-            return fill(target, saved.params, model_state or saved.model_state)
-
-        if checkpoint.step is not None:
-            return read(checkpoint.step)
-        return read_newest_intact(checkpointer, read, report=print_remark)
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """What a checkpoint holds of a model: `averaged` are paths of parameters whose averages are taken."""
-
-    params: Source
-    model_state: Source
-    averaged: frozenset[str]
-    has_base: bool
-
-
-def open_step(
-    checkpointer: Checkpointer, step: int, model: ShardedModel, *, path: str, moved_to: str | None = None
-) -> SavedStep:
-    info = checkpointer.info(step)
-    names = _saved_names("params", info, {**original_params(model), **paths_of(model.abstract_params)})
-    averaged = frozenset(path for path, name in names.items() if name.startswith("ema."))
-    params = _saved_source(f"params of {path}, step {step},", names, info, checkpointer)
-    base = base_of(info.metadata)
-    if base is not None:
-        params = _with_base(params, base, model, run_dir=path, moved_to=moved_to)
-    names = _saved_names("model_state", info, paths_of(model.abstract_model_state))
-    model_state = _saved_source(f"model_state of {path}, step {step},", names, info, checkpointer)
-    return SavedStep(params, model_state, averaged, base is not None)
-
-
-def read_newest_intact(
-    checkpointer: Checkpointer, read: Callable[[int], Read], *, report: Callable[[str], None]
-) -> Read:
-    """Read the newest step that is intact: all that is read must be of one step.
+def read_step(
+    checkpointer: Checkpointer,
+    step: int | None,
+    target: Target,
+    *,
+    path: str,
+    model_state: Source | None = None,
+    moved_to: str | None = None,
+    report: Callable[[str], None] = print_remark,
+) -> tuple[int, Weights]:
+    """Read what a model takes of one step, and the number of that step.
 
     Args:
         checkpointer: where the steps are.
-        read: step -> what is read of it.
+        step: number of the step; None: the newest one that is intact.
+        target: what is read.
+        path: of the run, in messages.
+        model_state: in place of that of the step.
+        moved_to: where the base of an adapter run is; None: where the run took it from.
         report: called with a line for each damaged step that is passed over.
 
     Raises:
         CheckpointError: there is no step, or none is intact.
     """
+    if step is not None:
+        params, saved_state = _saved_sources(checkpointer, step, target.model, path=path, moved_to=moved_to)
+        return step, fill(target, params, model_state or saved_state)
     damaged: list[DamagedError] = []
-    for step in reversed(checkpointer.steps()):
+    for number in reversed(checkpointer.steps()):
         try:
-            content = read(step)
+            result = read_step(checkpointer, number, target, path=path, model_state=model_state, moved_to=moved_to)
         except DamagedError as error:
             damaged.append(error)
             continue
         for error in damaged:
-            report(f"{error}; step {step} is used instead")
-        return content
+            report(f"{error}; step {number} is used instead")
+        return result
     if damaged:
-        raise CheckpointError(f"no intact checkpoint is left in {checkpointer.directory}: {damaged[0]}")
+        raise CheckpointError(f"no intact checkpoint is left in {path}: {damaged[0]}")
     raise CheckpointError(f"no checkpoint in {checkpointer.directory}; the run saves one at its end or on a signal")
 
 
-def _saved_names(part: str, info: CheckpointInfo, known: Collection[str]) -> dict[str, str]:
-    """Return path in the model -> stored name of a part of a state; paths of the model (`known`) may hold dots."""
-    model_paths = {stored_name(path): path for path in known}
-    names = {}
+def _saved_sources(
+    checkpointer: Checkpointer, step: int, model: ShardedModel, *, path: str, moved_to: str | None
+) -> tuple[Source, Source]:
+    """Return the parameters and the model_state that a checkpoint holds or names."""
+    known = {**original_params(model), **paths_of(model.abstract_params)}
+    params = _saved_source("params", path, checkpointer, step, known)
+    base = base_of(checkpointer.metadata(step))
+    if base is not None:
+        params = _with_base(params, base, model, run_dir=path, moved_to=moved_to)
+    return params, _saved_source("model_state", path, checkpointer, step, paths_of(model.abstract_model_state))
+
+
+def _saved_source(part: str, path: str, checkpointer: Checkpointer, step: int, known: Collection[str]) -> Source:
+    """Return one part of a saved state by the paths that the model (`known`) has for it, which may hold dots."""
+    saved = checkpointer.info(step).leaves
+    model_paths = {stored_name(inner): inner for inner in known}
+    names: dict[str, str] = {}  # path in the model -> stored name
     for prefix in (f"{part}.", f"{_AVERAGES[part]}."):
-        for name in info.leaves:
+        for name in saved:
             if name.startswith(prefix):
                 inner = name.removeprefix(prefix)
                 names[model_paths.get(inner, shown_name(inner))] = name
-    return names
 
-
-def _saved_source(source: str, names: Mapping[str, str], info: CheckpointInfo, checkpointer: Checkpointer) -> Source:
     def read(abstract: Abstract) -> Mapping[str, Any]:
-        arrays = checkpointer.read({names[path]: like for path, like in abstract.items()}, step=info.step)
-        return {path: arrays[names[path]] for path in abstract}
+        arrays = checkpointer.read({names[inner]: like for inner, like in abstract.items()}, step=step)
+        return {inner: arrays[names[inner]] for inner in abstract}
 
     leaves = {}
-    for path, name in names.items():
-        shape, dtype = info.leaves[name]
-        leaves[path] = jax.ShapeDtypeStruct(shape, _saved_dtype(dtype))
-    return Source(source, leaves, read)
+    for inner, name in names.items():
+        shape, dtype = saved[name]
+        leaves[inner] = jax.ShapeDtypeStruct(shape, _key_dtype() if dtype.startswith("key<") else jnp.dtype(dtype))
+    return Source(f"{part} of {path}, step {step},", leaves, read)
 
 
-def _saved_dtype(name: str) -> Any:
-    if name.startswith("key<"):
-        return jax.eval_shape(lambda: jax.random.key(0)).dtype
-    return jnp.dtype(name)
+def _key_dtype() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0)).dtype
 
 
 # --- The base below adapters. ---
@@ -338,7 +323,7 @@ def _load_base(source: str, target: Target, run_dir: str | Path) -> Weights:
             "it back, or name where it is with model.from=PATH"
         )
     try:
-        return _load_path(source, target, None)
+        return _load_path(source, target)
     except ConfigError as error:
         raise CheckpointError(f"{source} is not the base of {run_dir}: {error}") from None
 

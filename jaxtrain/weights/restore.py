@@ -13,8 +13,8 @@ from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Reference
 from jaxtrain.runtime.tree import path_name
 from jaxtrain.train.state import EvaluationState
-from jaxtrain.weights.fill import Target, fill
-from jaxtrain.weights.load import open_step, read_newest_intact
+from jaxtrain.weights.fill import Target
+from jaxtrain.weights.load import read_step
 
 
 def restore_for_evaluation(
@@ -27,8 +27,6 @@ def restore_for_evaluation(
 ) -> EvaluationState:
     """Read parameters and model state of one checkpoint into the shardings of a model; the run may be training.
 
-    Averages, and what a checkpoint of adapters holds, keep the dtypes that they were saved in.
-
     Args:
         run_dir: directory of the run.
         model: gives the shapes and shardings.
@@ -36,21 +34,16 @@ def restore_for_evaluation(
         report: called with a line for each damaged checkpoint that is passed over.
         moved_to: where the base of an adapter run is; None: where it was.
     """
+    # What a run of adapters trains besides them, and so saves in another dtype, is known to that run alone.
+    is_adapted = model.model.adapted is not None
+    target = Target(model, trains=lambda path: is_adapted)
     with Checkpointer(checkpoint_folder(run_dir), read_only=True) as checkpointer:
-
-        def read(number: int) -> EvaluationState:
-            saved = open_step(checkpointer, number, model, path=str(run_dir), moved_to=moved_to)
-            target = Target(model, lambda path: saved.has_base or path in saved.averaged)
-            try:
-                weights = fill(target, saved.params, saved.model_state)
-            except ConfigError as error:
-                raise CheckpointError(f"the checkpoint is of another model: {error}") from None
-            reference = _read_reference(checkpointer, number, model)
-            return EvaluationState(weights.params or {}, weights.model_state or {}, number, reference)
-
-        if step is not None:
-            return read(step)
-        return read_newest_intact(checkpointer, read, report=report)
+        try:
+            number, weights = read_step(checkpointer, step, target, path=str(run_dir), moved_to=moved_to, report=report)
+        except ConfigError as error:
+            raise CheckpointError(f"the checkpoint is of another model: {error}") from None
+        reference = _read_reference(checkpointer, number, model)
+    return EvaluationState(weights.params or {}, weights.model_state or {}, number, reference)
 
 
 def _read_reference(checkpointer: Checkpointer, step: int, model: ShardedModel) -> Reference | None:

@@ -199,7 +199,7 @@ def halves(outputs, batch):
 REFUSED = {
     "global": (jt.Task("c", contrastive, rows="global"), {"accumulation_steps": 2}, "use accumulation_steps=1"),
     "no_reference": (jt.Task.calling("c", compared_with_start), {}, "make its task with Task.calling(..., reference"),
-    "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; pass ema_decay=0.999"),
+    "no_average": (jt.Task.calling("c", follows_average), {}, "the step keeps none; give make_train_step"),
 }
 
 

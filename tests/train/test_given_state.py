@@ -156,3 +156,24 @@ def test_frozen_and_half_precision_parameters_are_loaded(trained: Any) -> None:
     assert {name: leaf.dtype.name for name, leaf in state.params.items()} == {"first": "bfloat16", "second": "float32"}
     assert same(state.ema["first"], trained["first"])
     assert same(state.params["second"], trained["second"])
+
+
+def test_a_mesh_of_the_degrees_of_parallelism_and_one_that_contradicts_them() -> None:
+    options = jt.Parallelism(fsdp=4, max_replicated_fraction=1.0)
+    built = jt.make_train_step(two_layers(), jt.classification(), optax.sgd(0.1), parallelism=options)
+    assert (built.mesh.shape["data"], built.mesh.shape["fsdp"]) == (2, 4)
+    with pytest.raises(jt.ConfigError, match=r"parallel\.fsdp=4, but the mesh has fsdp=1; leave fsdp out"):
+        make(dict(data=8), parallelism=options)
+    with pytest.raises(jt.ConfigError, match=r"parallel\.auto lets the planner"):
+        make(parallelism=jt.Parallelism(auto=True))
+
+
+def test_single_parameters_are_drawn_and_what_is_not_a_tree_is_one_line(step: TrainStep, trained: Any) -> None:
+    state = step.init(0, params={**trained, "second": None})
+    assert same(state.params, {"first": trained["first"], "second": step.init(0).params["second"]})
+    with pytest.raises(
+        jt.ConfigError, match=r'not a path; write step\.init\(seed, jt\.load_weights\(step, "runs/x"\)\)'
+    ):
+        step.init(0, params="runs/x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(jt.ConfigError, match="init takes weights, or params and model_state"):
+        step.init(0, jt.load_weights(step, trained), params=trained)

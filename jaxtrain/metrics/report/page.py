@@ -103,7 +103,7 @@ def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
         "diverged": (
             "bad",
             f"The run diverged at {reached}: gradients were not finite in too many steps in a row. A lower "
-            "optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help.",
+            "optimizer.learning_rate, more warmup_steps or stronger clipping may help.",
         ),
         "failed": ("bad", f"The run failed after {reached}; {goes_on}."),
         **{how: ("", f"The run was {how} at {reached}; {goes_on}.") for how in ("preempted", "stopped")},
