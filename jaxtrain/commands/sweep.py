@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxtrain.commands.launch import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
+from jaxtrain.commands.processes import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
 from jaxtrain.commands.shared import print_text
 from jaxtrain.config import load_config
 from jaxtrain.config.secrets import redacted_words
@@ -25,13 +25,13 @@ from jaxtrain.runtime.terminal import print_remark
 _FINAL = (0, DivergedError.exit_code)
 
 
-def sweep(arguments: argparse.Namespace) -> int:
-    """Runs `jaxtrain sweep`: trains a config once per trial, and compares the trials on a page.
+def run(arguments: argparse.Namespace) -> int:
+    """Train a config once per trial, and compare the trials on a page.
 
-    A trial that ended is not run again; one that was stopped, or lost its process, goes on.
+    A trial that ended is not run again; one that was stopped, or lost its process, resumes.
 
     Returns:
-        75 after a signal, 0 where a trial was done, else the exit code of the last trial.
+        75 after a signal, 0 if a trial was done, else the exit code of the last trial.
 
     Raises:
         ConfigError: a setting is wrong, or the directory holds another sweep.
@@ -39,22 +39,24 @@ def sweep(arguments: argparse.Namespace) -> int:
     config = arguments.config
     trials = all_trials(arguments.overrides)
     # Every mistake in a setting is reported before anything starts.
-    loaded = [load_config(config, overrides=trial) for trial in trials]
-    stores = [store for one in loaded if (store := one.config.checkpoint.directory) is not None]
-    if len(set(stores)) < len(stores):
-        raise ConfigError(f"checkpoint.directory={stores[0]} would be shared by several trials; leave it out")
-    folder = run_folder(arguments.run_dir, f"{loaded[0].name}-sweep")
+    configs = [load_config(config, overrides=trial) for trial in trials]
+    store = configs[0].config.checkpoint.directory
+    if store is not None and len(trials) > 1 and configs[1].config.checkpoint.directory == store:
+        raise ConfigError(f"checkpoint.directory={store} would be shared by several trials; leave it out")
+    folder = run_folder(arguments.run_dir, f"{configs[0].name}-sweep")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
-        for place, settings in zip(folders, trials, strict=True):
-            _check_same(place, {"config": config, "settings": redacted_words(settings)})
-        codes = list(pool.map(lambda place, settings: _run(config, settings, place, signals), folders, trials))
+        for trial_folder, settings in zip(folders, trials, strict=True):
+            _check_same(trial_folder, {"config": config, "settings": redacted_words(settings)})
+        codes = list(pool.map(lambda path, settings: _train(config, settings, path, signals), folders, trials))
     print_text(f"report: {write_comparison(folders, folder / 'report.html')}")
-    return PreemptedError.exit_code if signals.asked.is_set() else 0 if 0 in codes else codes[-1]
+    if signals.asked.is_set():
+        return PreemptedError.exit_code
+    return 0 if 0 in codes else codes[-1]
 
 
 def all_trials(words: Sequence[str]) -> list[list[str]]:
-    """The settings of each trial: every combination of the values of `key=v1,v2`, in the order of the words.
+    """Return the settings of each trial: every combination of the values of `key=v1,v2`, in the order of the words.
 
     Raises:
         ConfigError: a word cannot be read, or a key is given twice.
@@ -71,32 +73,36 @@ def all_trials(words: Sequence[str]) -> list[list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Split values at commas; a list, a mapping or a quoted text of YAML is one, whatever is in it."""
+    """Split values at commas; a list, a mapping or a quoted text of YAML stays together."""
     import yaml
 
     try:
         node = yaml.compose(f"[{text}]", yaml.SafeLoader)
     except yaml.YAMLError:
-        return [text]  # the error of the value names it whole
-    return [text[one.start_mark.index - 1 : one.end_mark.index - 1] for one in node.value] or [text]
+        return [text]  # the error of the value names all of it
+    return [text[value.start_mark.index - 1 : value.end_mark.index - 1] for value in node.value] or [text]
 
 
 def _check_same(folder: Path, trial: Mapping[str, object]) -> None:
-    """Write what a trial is to its folder, or check that it is the one that the folder holds."""
+    """Write the description of a trial to its folder, or check that it is the one in the folder."""
     path = folder / TRIAL_FILE
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_json_atomic(path, {**trial, "exit_code": None})
-    elif (found := read_json(path)) != {**trial, "exit_code": found.get("exit_code")}:
-        raise ConfigError(f"{folder} holds a trial of another sweep ({found.get('settings')}); use another --run-dir")
+        return
+    recorded = read_json(path)
+    if recorded != {**trial, "exit_code": recorded.get("exit_code")}:
+        settings = recorded.get("settings")
+        raise ConfigError(f"{folder} holds a trial of another sweep ({settings}); use another --run-dir")
 
 
-def _run(config: str, settings: Sequence[str], folder: Path, signals: Signals) -> int:
-    """Train one trial and note how it ended, unless that is known; returns its exit code."""
-    trial, shown = read_json(folder / TRIAL_FILE), f"{folder}: {' '.join(settings)}"
+def _train(config: str, settings: Sequence[str], folder: Path, signals: Signals) -> int:
+    """Train one trial and note how it ended, unless that is known; return its exit code."""
+    trial = read_json(folder / TRIAL_FILE)
+    label = f"{folder}: {' '.join(settings)}"
     code = trial.get("exit_code")
-    if isinstance(code, int) and code in _FINAL:
-        print_remark(f"{shown}: {how_ended(code)} before")
+    if code in _FINAL:
+        print_remark(f"{label}: {how_ended(code)} before")
         return code
     if signals.asked.is_set():
         return PreemptedError.exit_code
@@ -115,5 +121,5 @@ def _run(config: str, settings: Sequence[str], folder: Path, signals: Signals) -
         kill_child(child)
         signals.children.remove(child)
     write_json_atomic(folder / TRIAL_FILE, {**trial, "exit_code": code})
-    print_remark(f"{shown}: {how_ended(code)} after {format_duration(time.monotonic() - began)}")
+    print_remark(f"{label}: {how_ended(code)} after {format_duration(time.monotonic() - began)}")
     return code

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from jaxtrain.errors import ConfigError, first_line
 RUN_FILE = "run.json"
 # Aliases may make a small file as large as one likes.
 _MAX_VALUES = 100_000
-# Settings of the group `optimizer` that hold beside an optimizer from Python.
-_BESIDE_OPTIMIZER = ("clip_norm", "ema_decay", "freeze", "offload")
 
 
 class _Loader(yaml.SafeLoader):
@@ -162,11 +160,3 @@ def recorded_parts(record: Mapping[str, Any]) -> dict[str, str | None]:
     """Returns the names of the parts from Python that a record (run.json) has noted; None: the config's."""
     found = record.get("from_python") or {}
     return {part: found.get(part) for part in ("model", "task", "data", "optimizer")}
-
-
-def is_replaced(key: str, parts: Collection[str]) -> bool:
-    """Whether a dotted key says nothing, since the part that it describes is among the `parts` from Python."""
-    group, _, rest = key.partition(".")
-    if group == "optimizer" and rest.split(".")[0] in _BESIDE_OPTIMIZER:
-        return False
-    return group in parts or (group == "loss" and "task" in parts)

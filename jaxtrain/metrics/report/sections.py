@@ -1,7 +1,7 @@
 """The parts of a report below its curves: time, checkpoints, settings, parameters, what ran."""
 
-from jaxtrain.config.files import is_replaced
 from jaxtrain.config.load import describe, load_config, value_text
+from jaxtrain.config.optimizers import is_replaced
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.metrics.format import format_bytes, format_duration
 from jaxtrain.metrics.history import flat

@@ -1,0 +1,89 @@
+"""Words of the command line -> a command and its arguments; mistakes are one line with the nearest name. No jax."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+
+from jaxtrain.commands.table import COMMANDS, Parser
+from jaxtrain.errors import ConfigError
+
+
+def help_text(group: str = "") -> str:
+    """Return the list of the commands, or of those of a group, such as `data`."""
+    names = [name for name in COMMANDS if name.startswith(group)]
+    width = max(map(len, names))
+    lines = "\n".join(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)
+    return (
+        f"usage: jaxtrain {group or 'COMMAND '}...\n\n"
+        "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.\n\n"
+        f"commands:\n{lines}\n\n"
+        "options everywhere:\n  --help     arguments of a command\n  --debug    show the traceback of an error\n"
+        "  --version  print the version\n\n"
+        f"example: jaxtrain {COMMANDS[names[0]].example}"
+    )
+
+
+def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the command that the words begin with, and the words after it.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    for length in (1, 2):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return name, list(words[length:])
+    group = words[0]
+    members = [name.removeprefix(f"{group} ") for name in COMMANDS if name.startswith(f"{group} ")]
+    if members:
+        listed = " and ".join(members)
+        raise ConfigError(f"jaxtrain {group}: its commands are {listed}; see 'jaxtrain {group} --help'")
+    message = f"jaxtrain: no command {group!r}"
+    if close := difflib.get_close_matches(group, COMMANDS, 1, 0.5):
+        message += f", did you mean {close[0]!r}?"
+    raise ConfigError(f"{message}; see 'jaxtrain --help'")
+
+
+def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
+    """Parse the words after the name of a command; options and `key=value` may stand in any order.
+
+    Raises:
+        ConfigError: an argument is wrong, is missing, or is not one of the command's.
+    """
+    parser = COMMANDS[name].parser
+    inner: list[str] = []
+    if name == "launch" and "--" in words:
+        start = words.index("--")
+        inner = list(words[start + 1 :])
+        words = words[:start]
+    # --train.steps=5 is train.steps=5; the name of an option has no dot.
+    words = [word[2:] if re.match(r"--\w+\.[\w.]+=", word) else word for word in words]
+    arguments, unknown = parser.parse_known_intermixed_args(words)
+    if name == "launch":
+        arguments.command = inner
+    if "overrides" in arguments:
+        arguments.overrides = list(arguments.overrides)
+    for word in unknown:
+        _check_unknown(parser, word, takes_keys="overrides" in arguments)
+        arguments.overrides.append(word.removeprefix("--"))
+    if "=" in (getattr(arguments, "config", None) or ""):
+        parser.error(f"CONFIG is missing before {arguments.config}")
+    return arguments
+
+
+def _check_unknown(parser: Parser, word: str, *, takes_keys: bool) -> None:
+    """Report a word that is neither an argument of the command nor a key that is written as an option (`--seed=3`)."""
+    option, equals, _ = word.partition("=")
+    options = re.findall(r"--?[a-z][a-z-]*", parser.format_usage())
+    if close := difflib.get_close_matches(option, options, 1, 0.7):
+        parser.error(f"no option {option}, did you mean {close[0]}?")
+    if not option.startswith("-"):
+        parser.error(f"unexpected argument {word!r}")
+    if not takes_keys or not option.startswith("--"):
+        parser.error(f"no option {option}")
+    if not equals:
+        from jaxtrain.config.load import nearest_key
+
+        key = option[2:]
+        parser.error(f"no option {option}; write a config key as {nearest_key(key) or key}=VALUE")
