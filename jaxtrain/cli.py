@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxtrain.commands.parsing import find_command, help_text, parse
+from jaxtrain.commands.parsing import find_command, group_members, help_text, parse
 from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError, PreemptedError, UserError, first_line
 from jaxtrain.runtime import host
@@ -27,16 +27,16 @@ _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
 
 def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text())
+        print(help_text([*COMMANDS]))
         return 0
     if words[0] == "--version":
         from jaxtrain import __version__
 
         print(f"jaxtrain {__version__}")
         return 0
-    group = f"{words[0]} "
-    if words[1:] in (["-h"], ["--help"]) and any(name.startswith(group) for name in COMMANDS):
-        print(help_text(group))
+    members = group_members(words[0])
+    if members and words[1:] in (["-h"], ["--help"]):
+        print(help_text(members))
         return 0
     name, rest = find_command(words)
     return COMMANDS[name].run(parse(name, rest))

@@ -3,6 +3,7 @@
 import argparse
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,11 +32,10 @@ Facts = dict[str, object]
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that a run needs, and print the results; return 2 if a problem is fatal, else 0."""
     facts: Facts = {}
-    problems: list[Problem] = []
-    _check_versions(facts, problems)
+    problems = list(_check_versions(facts))
     if not problems:
-        _check_devices(facts, problems, arguments.emulate)
-    _check_storage(facts, problems)
+        problems += _check_devices(facts, arguments.emulate)
+    problems += _check_storage(facts)
     if arguments.json:
         print_json({**facts, "problems": [asdict(problem) for problem in problems]})
     else:
@@ -47,21 +47,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if any(problem.fatal for problem in problems) else 0
 
 
-def _check_versions(facts: Facts, problems: list[Problem]) -> None:
+def _check_versions(facts: Facts) -> Iterator[Problem]:
     versions = package_versions(PACKAGES)
     facts["versions"] = versions
     for name, version in versions.items():
         if version is None and name != "jaxtrain":  # a copy of the sources has no version
-            problems.append(Problem(f"{name} is not installed", f"pip install {name}", fatal=True))
-    if problems:
-        return
+            yield Problem(f"{name} is not installed", f"pip install {name}", fatal=True)
     try:
         from flax import nnx  # noqa: F401  # with some versions of jax it cannot be imported
     except Exception as error:
-        problems.append(Problem(f"flax.nnx: {first_line(error)}", "pip install -U jax flax", fatal=True))
+        yield Problem(f"flax.nnx: {first_line(error)}", "pip install -U jax flax", fatal=True)
 
 
-def _check_devices(facts: Facts, problems: list[Problem], emulate: int | None) -> None:
+def _check_devices(facts: Facts, emulate: int | None) -> Iterator[Problem]:
     """Check what the devices are and how fast they compute."""
     try:
         distributed.start(emulate=emulate, compilation_cache=None)
@@ -71,7 +69,7 @@ def _check_devices(facts: Facts, problems: list[Problem], emulate: int | None) -
     except (RuntimeError, AssertionError) as error:  # jax asserts without a message that a plugin is installed
         platforms = os.environ.get("JAX_PLATFORMS")
         what = f"jax finds no device (JAX_PLATFORMS={platforms}): {first_line(error)}"
-        problems.append(Problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True))
+        yield Problem(what, "unset JAX_PLATFORMS, or reinstall jax", fatal=True)
         return
     from jaxtrain.runtime.devices import matmul_flops_per_second, sums_over_devices, unused_accelerator
 
@@ -87,7 +85,7 @@ def _check_devices(facts: Facts, problems: list[Problem], emulate: int | None) -
     unused = unused_accelerator(devices[0].platform)
     if unused is not None and emulate is None:
         what, _, mend = unused.partition(": ")
-        problems.append(Problem(what, mend))
+        yield Problem(what, mend)
     facts["matmul_gflops_per_second"] = {
         dtype: matmul_flops_per_second(dtype) / 1e9 for dtype in ("float32", "bfloat16")
     }
@@ -96,10 +94,10 @@ def _check_devices(facts: Facts, problems: list[Problem], emulate: int | None) -
     if works is False:
         mend = "run with NCCL_P2P_DISABLE=1 to see whether a link is at fault, and test the devices one by one"
         what = f"a sum over {len(devices)} devices gives a wrong number"
-        problems.append(Problem(what, mend, fatal=True))
+        yield Problem(what, mend, fatal=True)
 
 
-def _check_storage(facts: Facts, problems: list[Problem]) -> None:
+def _check_storage(facts: Facts) -> Iterator[Problem]:
     """Check the compilation cache and the free space of the disk."""
     folder = cache_folder("auto")
     assert folder is not None
@@ -109,9 +107,9 @@ def _check_storage(facts: Facts, problems: list[Problem]) -> None:
     facts["compilation_cache"] = {"folder": str(folder), "bytes": size, "writable": is_writable}
     if not is_writable:
         mend = "export JAXTRAIN_CACHE_DIR=FOLDER, or train with compilation_cache=null"
-        problems.append(Problem(f"the compilation cache {folder} cannot be written", mend))
+        yield Problem(f"the compilation cache {folder} cannot be written", mend)
     free_bytes = shutil.disk_usage(Path.cwd()).free
     facts["disk_free_bytes"] = free_bytes
     if free_bytes < _LITTLE_DISK:
         what = f"only {format_bytes(free_bytes)} are free here"
-        problems.append(Problem(what, "free space, or use another --run-dir"))
+        yield Problem(what, "free space, or use another --run-dir")

@@ -9,19 +9,32 @@ from jaxtrain.commands.table import COMMANDS, Parser
 from jaxtrain.errors import ConfigError
 
 
-def help_text(group: str = "") -> str:
-    """Return the list of the commands, or of those of a group, such as `data`."""
-    names = [name for name in COMMANDS if name.startswith(group)]
+def help_text(names: Sequence[str]) -> str:
+    """Return the help of `jaxtrain`, or of a group of its commands, such as `data`."""
     width = max(map(len, names))
-    lines = "\n".join(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)
-    return (
-        f"usage: jaxtrain {group or 'COMMAND '}...\n\n"
-        "Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.\n\n"
-        f"commands:\n{lines}\n\n"
-        "options everywhere:\n  --help     arguments of a command\n  --debug    show the traceback of an error\n"
-        "  --version  print the version\n\n"
-        f"example: jaxtrain {COMMANDS[names[0]].example}"
-    )
+    lines = [f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names]
+    return _HELP.format(commands="\n".join(lines), example=COMMANDS[names[0]].example)
+
+
+_HELP = """\
+usage: jaxtrain COMMAND ...
+
+Train neural networks with JAX, unchanged, on NVIDIA GPUs, TPUs and CPUs.
+
+commands:
+{commands}
+
+options everywhere:
+  --help     arguments of a command
+  --debug    show the traceback of an error
+  --version  print the version
+
+example: jaxtrain {example}"""
+
+
+def group_members(first: str) -> list[str]:
+    """Return the commands of a group, such as `data`: `data prepare` and `data show`."""
+    return [name for name in COMMANDS if name.startswith(f"{first} ")]
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -34,15 +47,12 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(words[:length])
         if name in COMMANDS:
             return name, list(words[length:])
-    group = words[0]
-    members = [name.removeprefix(f"{group} ") for name in COMMANDS if name.startswith(f"{group} ")]
-    if members:
-        listed = " and ".join(members)
-        raise ConfigError(f"jaxtrain {group}: its commands are {listed}; see 'jaxtrain {group} --help'")
-    message = f"jaxtrain: no command {group!r}"
-    if close := difflib.get_close_matches(group, COMMANDS, 1, 0.5):
-        message += f", did you mean {close[0]!r}?"
-    raise ConfigError(f"{message}; see 'jaxtrain --help'")
+    first = words[0]
+    if members := group_members(first):
+        raise ConfigError(f"jaxtrain {first}: its commands are {', '.join(members)}; see 'jaxtrain {first} --help'")
+    close = difflib.get_close_matches(first, COMMANDS, 1, 0.5)
+    guess = f", did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"jaxtrain: no command {first!r}{guess}; see 'jaxtrain --help'")
 
 
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
@@ -58,14 +68,15 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
         inner = list(words[start + 1 :])
         words = words[:start]
     # --train.steps=5 is train.steps=5; the name of an option has no dot.
-    words = [word[2:] if re.match(r"--\w+\.[\w.]+=", word) else word for word in words]
+    words = [re.sub(r"^--(?=\w+\.[\w.]+=)", "", word) for word in words]
     arguments, unknown = parser.parse_known_intermixed_args(words)
     if name == "launch":
         arguments.command = inner
-    if "overrides" in arguments:
+    takes_keys = "overrides" in arguments
+    if takes_keys:
         arguments.overrides = list(arguments.overrides)
     for word in unknown:
-        _check_unknown(parser, word, takes_keys="overrides" in arguments)
+        _check_unknown(parser, word, takes_keys=takes_keys)
         arguments.overrides.append(word.removeprefix("--"))
     if "=" in (getattr(arguments, "config", None) or ""):
         parser.error(f"CONFIG is missing before {arguments.config}")

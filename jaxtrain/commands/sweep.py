@@ -1,12 +1,15 @@
 """`jaxtrain sweep`: trains a config with every combination of some values. No jax here."""
 
 import argparse
+import functools
 import itertools
 import json
+import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.commands.processes import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
@@ -21,8 +24,23 @@ from jaxtrain.run.directory import RunLock, run_folder
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark
 
+# Between values; a comma inside a list or a mapping of YAML belongs to the value.
+_COMMA = re.compile(r",(?![^\[{]*[\]}])")
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a sweep, and the folder of its run."""
+
+    config: str
+    settings: Sequence[str]
+    folder: Path
+
+    def record(self, exit_code: int | None) -> dict[str, object]:
+        """Return what the file of the trial holds; an exit code of None: it has not ended."""
+        return {"config": self.config, "settings": redacted_words(self.settings), "exit_code": exit_code}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,19 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a setting is wrong, or the directory holds another sweep.
     """
     config = arguments.config
-    trials = all_trials(arguments.overrides)
+    combinations = all_trials(arguments.overrides)
     # Every mistake in a setting is reported before anything starts.
-    configs = [load_config(config, overrides=trial) for trial in trials]
-    store = configs[0].config.checkpoint.directory
-    if store is not None and len(trials) > 1 and configs[1].config.checkpoint.directory == store:
-        raise ConfigError(f"checkpoint.directory={store} would be shared by several trials; leave it out")
-    folder = run_folder(arguments.run_dir, f"{configs[0].name}-sweep")
-    folders = [folder / f"{number:03d}" for number in range(len(trials))]
+    stores = set()
+    for settings in combinations:
+        loaded = load_config(config, overrides=settings)
+        store = loaded.config.checkpoint.directory
+        if store is not None and store in stores:
+            raise ConfigError(f"checkpoint.directory={store} would be shared by several trials; leave it out")
+        stores.add(store)
+    folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
+    trials = [Trial(config, settings, folder / f"{number:03d}") for number, settings in enumerate(combinations)]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
-        for trial_folder, settings in zip(folders, trials, strict=True):
-            _check_same(trial_folder, {"config": config, "settings": redacted_words(settings)})
-        codes = list(pool.map(lambda path, settings: _train(config, settings, path, signals), folders, trials))
-    print_text(f"report: {write_comparison(folders, folder / 'report.html')}")
+        for trial in trials:
+            _claim_folder(trial)
+        codes = list(pool.map(functools.partial(_train, signals), trials))
+    page = write_comparison([trial.folder for trial in trials], folder / "report.html")
+    print_text(f"report: {page}")
     if signals.asked.is_set():
         return PreemptedError.exit_code
     return 0 if 0 in codes else codes[-1]
@@ -68,49 +90,38 @@ def all_trials(words: Sequence[str]) -> list[list[str]]:
             raise ConfigError(f"cannot read {word!r}; write key=value or key=v1,v2")
         if key in choices:
             raise ConfigError(f"{key} is given twice; write it once, as in {key}=v1,v2")
-        choices[key] = [f"{key}={value}" for value in _split(text)]
+        choices[key] = [f"{key}={value}" for value in _COMMA.split(text)]
     return [list(trial) for trial in itertools.product(*choices.values())]
 
 
-def _split(text: str) -> list[str]:
-    """Split values at commas; a list, a mapping or a quoted text of YAML stays together."""
-    import yaml
-
-    try:
-        node = yaml.compose(f"[{text}]", yaml.SafeLoader)
-    except yaml.YAMLError:
-        return [text]  # the error of the value names all of it
-    return [text[value.start_mark.index - 1 : value.end_mark.index - 1] for value in node.value] or [text]
-
-
-def _check_same(folder: Path, trial: Mapping[str, object]) -> None:
-    """Write the description of a trial to its folder, or check that it is the one in the folder."""
-    path = folder / TRIAL_FILE
+def _claim_folder(trial: Trial) -> None:
+    """Write what a trial is to its folder, or check that it is the one in the folder."""
+    path = trial.folder / TRIAL_FILE
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, {**trial, "exit_code": None})
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, trial.record(None))
         return
     recorded = read_json(path)
-    if recorded != {**trial, "exit_code": recorded.get("exit_code")}:
+    if recorded != trial.record(recorded.get("exit_code")):
         settings = recorded.get("settings")
-        raise ConfigError(f"{folder} holds a trial of another sweep ({settings}); use another --run-dir")
+        raise ConfigError(f"{trial.folder} holds a trial of another sweep ({settings}); use another --run-dir")
 
 
-def _train(config: str, settings: Sequence[str], folder: Path, signals: Signals) -> int:
+def _train(signals: Signals, trial: Trial) -> int:
     """Train one trial and note how it ended, unless that is known; return its exit code."""
-    trial = read_json(folder / TRIAL_FILE)
-    label = f"{folder}: {' '.join(settings)}"
-    code = trial.get("exit_code")
+    folder = trial.folder
+    label = f"{folder}: {' '.join(trial.settings)}"
+    code = read_json(folder / TRIAL_FILE).get("exit_code")
     if code in _FINAL:
         print_remark(f"{label}: {how_ended(code)} before")
         return code
     if signals.asked.is_set():
         return PreemptedError.exit_code
     began = time.monotonic()
+    write_json_atomic(folder / TRIAL_FILE, trial.record(None))
     name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")  # quoted: "a: b" alone is a mapping of YAML
-    words = ["train", config, f"name={name}", *settings, "--run-dir", str(folder)]
-    write_json_atomic(folder / TRIAL_FILE, {**trial, "exit_code": None})
-    child = start_child([*JAXTRAIN, *words], environment={}, shown=False)
+    command = [*JAXTRAIN, "train", trial.config, f"name={name}", *trial.settings, "--run-dir", str(folder)]
+    child = start_child(command, environment={}, shown=False)
     signals.add(child)
     try:
         assert child.stderr is not None  # since it is not shown
@@ -120,6 +131,6 @@ def _train(config: str, settings: Sequence[str], folder: Path, signals: Signals)
     finally:
         kill_child(child)
         signals.children.remove(child)
-    write_json_atomic(folder / TRIAL_FILE, {**trial, "exit_code": code})
+    write_json_atomic(folder / TRIAL_FILE, trial.record(code))
     print_remark(f"{label}: {how_ended(code)} after {format_duration(time.monotonic() - began)}")
     return code

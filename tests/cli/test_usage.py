@@ -16,7 +16,7 @@ LLAMA = Path(__file__).resolve().parents[1] / "weights" / "published" / "llama"
 # id: (words, exit code, pattern of the line)
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
-    "group alone": ("data", 2, r"jaxtrain data: its commands are prepare and show; see"),
+    "group alone": ("data", 2, r"jaxtrain data: its commands are data prepare, data show; see"),
     "missing config": ("train", 2, r"jaxtrain train: the following arguments are required: CONFIG; see 'jaxtrain train --help'"),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "key of another trainer as an option": ("train quickstart --lr 1", 2, r"as optimizer\.learning_rate=VALUE"),
