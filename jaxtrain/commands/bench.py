@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.bench.measure import PARTS, measure
-from jaxtrain.commands.shared import check_or_remark, json_text, own_code, print_table, print_text, write_output, writes
-from jaxtrain.config import load_config
+from jaxtrain.commands.shared import json_text, load_described, own_code, print_table, print_text, write_output, writes
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
 
@@ -45,9 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     for part in skip:
         if part not in PARTS:
             raise ConfigError(f"--skip {part}: no such part; there are {', '.join(PARTS)}")
-    loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
-    loaded.check_described()
-    check_or_remark(loaded)
+    loaded = load_described(arguments)
     if loaded.config.parallel.auto:
         raise ConfigError("parallel.auto: a bench measures one layout; set the degrees, or leave parallel out")
     if arguments.json is not None:

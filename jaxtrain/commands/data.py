@@ -11,7 +11,7 @@ from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.terminal import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark
 
 _REPORT_SECONDS = 10
 
@@ -41,13 +41,15 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
     folder = local_path(arguments.output, what="--output")
     info = prepare_tokens(source, folder, progress=report)
+    path = info["output"]
     print_remark(
-        f"documents: {info['num_documents']:,}, tokens: {info['num_tokens']:,} of {info['vocab_size']:,} ids "
-        f"({info['dtype']}), files: {len(info['shards']):,}"
+        f"documents: {info['num_documents']:,}, "
+        f"tokens: {info['num_tokens']:,} of {info['vocab_size']:,} ids ({info['dtype']}), "
+        f"files: {len(info['shards']):,}"
     )
-    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={info['output']}")
+    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={path}")
     # On standard output, so that it can be appended to a config file.
-    print_text(to_yaml({"data": {"kind": "tokens", "path": info["output"]}}), end="")
+    print_text(to_yaml({"data": {"kind": "tokens", "path": path}}), end="")
     return 0
 
 
@@ -70,11 +72,8 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], total: int) -> None:
-    """Print rows with marks around the tokens that have a loss, on a terminal also in colour."""
-    from rich.console import Console
-    from rich.text import Text
-
-    text = Text("tokens between [[ and ]] have a loss\n")
+    """Print rows with marks around the tokens that have a loss."""
+    print_text("tokens between [[ and ]] have a loss")
     for row in rows:
         parts = row["parts"]
         num_trained = sum(part["trained"] for part in parts)
@@ -83,17 +82,13 @@ def _print_rows(rows: Sequence[Mapping[str, Any]], total: int) -> None:
         if parts[-1]["name"] == "rejected":
             length *= 2
         counts = f"{length:,} positions, {length - num_used:,} unused, {num_trained:,} with a loss"
-        text.append(f"\nrow {row['number']} of {total:,}: {counts}\n", "bold")
+        print_text("")
+        print_text(f"row {row['number']} of {total:,}: {counts}")
         for part in parts:
-            text.append(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss\n", "cyan")
+            print_text(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss")
             for span in part["spans"]:
+                text = span["text"]
                 if span["trained"]:
-                    text.append(f"[[{printable(span['text'])}]]", "bold green")
-                else:
-                    text.append(printable(span["text"]), "dim")
-            text.append("\n")
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(text, end="")
-    else:
-        print_text(text.plain, end="")
+                    text = f"[[{text}]]"
+                print_text(text, end="")
+            print_text("")

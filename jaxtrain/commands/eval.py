@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from jaxtrain.commands.shared import own_code, print_json, print_records, print_table
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
@@ -25,10 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
     config = _evaluated_config(arguments.run_dir, arguments.overrides)
     distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
-    is_main = distributed.is_main_process()
     from jaxtrain.metrics.evaluation import evaluate_batches
 
-    with own_code(config), Progress(process_index=0 if is_main else 1) as progress:
+    with own_code(config), Progress(process_index=jax.process_index()) as progress:
         with progress.phase("opening the run"):
             run = open_run(
                 arguments.run_dir,
@@ -48,9 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
             source = data.call if isinstance(data, CalledData) else data.kind
             phase.note(f"{held_out.num_rows:,} rows of {source}")
     record = {"step": run.step, "rows": held_out.num_rows, **metrics}
-    if is_main and arguments.json:
+    if progress.silent:
+        return 0
+    if arguments.json:
         print_json({"run_dir": arguments.run_dir, **record})
-    elif is_main:
+    else:
         print_records([record])
     return 0
 
@@ -77,10 +80,9 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
     from jaxtrain.inference.tasks import evaluate_tasks
 
     distributed.start(emulate=arguments.emulate, compilation_cache=cache)
-    is_main = distributed.is_main_process()
     from jaxtrain.inference.harness import HEADER, shown_rows
 
-    progress = Progress(process_index=0 if is_main else 1)
+    progress = Progress(process_index=jax.process_index())
     with own_code(config), progress, progress.phase("evaluating") as phase:
         step, rows = evaluate_tasks(
             path,
@@ -94,8 +96,10 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
             quantize=arguments.quantize,
             report=phase.note,
         )
-    if is_main and arguments.json:
+    if progress.silent:
+        return 0
+    if arguments.json:
         print_json({"run_dir": path, "step": step, "tasks": rows})
-    elif is_main:
+    else:
         print_table(HEADER, shown_rows(rows))
     return 0

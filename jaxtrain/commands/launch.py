@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from jaxtrain.commands.parsing import find_command, parse
@@ -48,13 +49,30 @@ def run(arguments: argparse.Namespace) -> int:
         environments = gpu_shares(visible_gpus() or [], arguments.processes)
     else:
         environments = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}] * arguments.processes
+    return run_restarted(command, environments, run_dir=run_dir, restarts=restarts)
+
+
+def run_restarted(
+    command: Sequence[str], environments: Sequence[Mapping[str, str]], *, run_dir: Path | None, restarts: int
+) -> int:
+    """Run processes as `run_processes` does, and start all of them again if one is lost.
+
+    Args:
+        command: program and words, the same for every process.
+        environments: variables of each process, besides those of this one.
+        run_dir: directory of the run; None: not known, since the processes are of a program.
+        restarts: the largest number of restarts.
+
+    Returns:
+        The exit code of the last start.
+    """
     with Signals() as signals:
         if not restarts:
             return run_processes(command, environments, signals)
 
         def start(number: int, has_begun: bool) -> int:
-            resumed = resumed_words(command) if has_begun else command
-            return run_processes(resumed, environments, signals)
+            words = resumed_words(command) if has_begun else command
+            return run_processes(words, environments, signals)
 
         return supervise(start, run_dir, restarts=restarts, asked=signals.asked, how_ended=how_ended)
 
@@ -101,7 +119,7 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
 
     The first process writes to the terminal. The standard error of the others is printed with the number of the
     process before each line (`[1] `); their standard output is not shown. Each process finds the others by
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; a single process needs no cluster.
 
     Args:
         command: program and words, the same for every process.
@@ -117,8 +135,7 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    cluster = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(environments))}
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     readers: list[threading.Thread] = []
     processes = signals.children
     processes.clear()
@@ -126,8 +143,14 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
         # All processes start before the first thread, because code between fork and exec could wait forever for a lock
         # that another thread held.
         for index, environment in enumerate(environments):
-            variables = {**cluster, **environment, "JAX_PROCESS_ID": str(index)}
-            signals.add(start_child(command, environment=variables, shown=index == 0))
+            if len(environments) > 1:
+                environment = {
+                    **environment,
+                    "JAX_COORDINATOR_ADDRESS": address,
+                    "JAX_NUM_PROCESSES": str(len(environments)),
+                    "JAX_PROCESS_ID": str(index),
+                }
+            signals.add(start_child(command, environment=environment, shown=index == 0))
         for index, process in enumerate(processes):
             if process.stderr is not None:
                 reader = threading.Thread(target=_print_lines, args=(index, process.stderr), daemon=True)

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.commands.shared import check_or_remark, print_json, print_text, write_output
-from jaxtrain.config import load_config
+from jaxtrain.commands.shared import load_described, print_json, print_text, write_output
 from jaxtrain.config.files import to_yaml
 from jaxtrain.config.load import Loaded
 from jaxtrain.config.schema import Config
@@ -74,13 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace) -> Loaded:
     """Load the config, and check that the options fit it."""
-    loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
-    loaded.check_described()
+    loaded = load_described(arguments)
     config = loaded.config
-    if config.name is None:
-        config = config.model_copy(update={"name": loaded.name})
-        loaded = dataclasses.replace(loaded, config=config)
-    check_or_remark(loaded)
     if arguments.search:
         check_can_estimate(config, "--search")
     if arguments.tokens is not None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain.commands.shared import own_code, print_text
@@ -30,15 +31,15 @@ def run(arguments: argparse.Namespace) -> int:
         path = local_path(arguments.out, what="--out").expanduser()
         if path.suffix not in (".csv", ".jsonl") or path.is_dir() or not path.parent.is_dir():
             raise ConfigError(f"--out {path}: give a .csv or .jsonl file in a folder that exists")
-        as_json = as_json or path.suffix == ".jsonl"
+        if path.suffix == ".jsonl":
+            as_json = True
     distributed.start(emulate=arguments.emulate)
-    is_main = distributed.is_main_process()
-    with Progress(process_index=0 if is_main else 1) as progress, progress.phase("predicting") as phase:
+    with Progress(process_index=jax.process_index()) as progress, progress.phase("predicting") as phase:
         model = open_model(arguments.run_dir, step=arguments.step, quantize=arguments.quantize, report=progress.message)
         with own_code(model.config):
             rows = model.predict_file(arguments.file, batch_size=arguments.batch, probabilities=arguments.probabilities)
         phase.note(f"{len(rows):,} rows")
-    if not is_main:
+    if progress.silent:
         return 0
     lines = _json_lines(rows) if as_json else _csv_lines(rows)
     if path is not None:
@@ -51,8 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _json_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
-        plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
-        yield json.dumps(strict_json(plain), ensure_ascii=False, allow_nan=False) + "\n"
+        values = dict(row)
+        for name, value in row.items():
+            if isinstance(value, np.ndarray):
+                values[name] = value.tolist()
+        text = json.dumps(strict_json(values), ensure_ascii=False, allow_nan=False)
+        yield f"{text}\n"
 
 
 def _csv_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -30,15 +30,13 @@ class Signals:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self.asked = threading.Event()
-        self._heard: list[int] = []
-        self._num_passed: dict[Child, int] = {}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in _HEARD:
             # A signal that is ignored (SIGHUP under nohup) stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, self._hear)
+                self._handlers[number] = signal.signal(number, self._pass_on)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,20 +44,17 @@ class Signals:
             signal.signal(number, handler)
 
     def add(self, child: Child) -> None:
-        """Add a process; a signal that came while it was being started is passed on to it here."""
+        """Add a process; one that was being started while a signal came is ended as the others are."""
+        if self.asked.is_set():
+            child.terminate()
         self.children.append(child)
-        self._pass_on(child)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked.set()
-        self._heard.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        if number == signal.SIGHUP:
+            number = signal.SIGTERM
         for child in self.children:
-            self._pass_on(child)
-
-    def _pass_on(self, child: Child) -> None:
-        while (num_passed := self._num_passed.get(child, 0)) < len(self._heard):
-            self._num_passed[child] = num_passed + 1
-            child.send_signal(self._heard[num_passed])
+            child.send_signal(number)
 
 
 def start_child(command: Sequence[str], *, environment: Mapping[str, str], shown: bool = True) -> Child:

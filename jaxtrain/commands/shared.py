@@ -1,5 +1,6 @@
 """What several commands do: print answers, check a config, and give errors of the user's own code as one line."""
 
+import argparse
 import contextlib
 import errno
 import json
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import Loaded
+from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.kinds import called_parts, check_kinds
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError, UserError, first_line
@@ -82,17 +83,14 @@ def value_text(name: str, value: Any) -> str:
     return str(value)
 
 
-def check_or_remark(loaded: Loaded) -> None:
-    """Print the notes of the loader, and check that the kinds of model, data and task fit together.
-
-    A transformer with causal=false passes, because a task from Python, which no config describes, can train it.
-    """
+def load_described(arguments: argparse.Namespace) -> Loaded:
+    """Load a config that describes all of a run, without the weights that it starts from; print the loader's notes."""
+    loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
+    loaded.check_described()
     for note in loaded.notes:
         print_remark(note)
-    model = loaded.config.model
-    task = loaded.config.task
-    own_task = model.kind == "transformer" and not model.causal and task == "language_modeling"
-    check_kinds(loaded.config, own_task=own_task)
+    check_kinds(loaded.config)
+    return loaded
 
 
 def write_output(option: str, path: Path | str, text: str) -> None:

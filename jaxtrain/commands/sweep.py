@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"checkpoint.directory={store} would be shared by several trials; leave it out")
         stores.add(store)
     folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
-    trials = [Trial(config, settings, folder / f"{number:03d}") for number, settings in enumerate(combinations)]
+    trials = []
+    for number, settings in enumerate(combinations):
+        trials.append(Trial(config, settings, folder / f"{number:03d}"))
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for trial in trials:
             _claim_folder(trial)
@@ -120,7 +122,8 @@ def _train(signals: Signals, trial: Trial) -> int:
     began = time.monotonic()
     write_json_atomic(folder / TRIAL_FILE, trial.record(None))
     name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")  # quoted: "a: b" alone is a mapping of YAML
-    command = [*JAXTRAIN, "train", trial.config, f"name={name}", *trial.settings, "--run-dir", str(folder)]
+    command = [*JAXTRAIN, "train", trial.config, f"name={name}", *trial.settings]
+    command += ["--run-dir", str(folder)]
     child = start_child(command, environment={}, shown=False)
     signals.add(child)
     try:
@@ -132,5 +135,6 @@ def _train(signals: Signals, trial: Trial) -> int:
         kill_child(child)
         signals.children.remove(child)
     write_json_atomic(folder / TRIAL_FILE, trial.record(code))
-    print_remark(f"{label}: {how_ended(code)} after {format_duration(time.monotonic() - began)}")
+    duration = format_duration(time.monotonic() - began)
+    print_remark(f"{label}: {how_ended(code)} after {duration}")
     return code

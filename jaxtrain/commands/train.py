@@ -6,10 +6,10 @@ No jax here, until the run itself begins.
 import argparse
 import sys
 
-from jaxtrain.commands.processes import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
+from jaxtrain.commands.launch import run_restarted
+from jaxtrain.commands.processes import JAXTRAIN
 from jaxtrain.config import load_config
 from jaxtrain.run.directory import folder_of
-from jaxtrain.run.supervise import supervise
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,25 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_restarted(arguments: argparse.Namespace) -> int:
     """Train in a process of its own, and start it again after failures; return the exit code of the last start."""
     folder = folder_of(load_config(arguments.config, overrides=arguments.overrides), arguments.run_dir)
-    command = [*JAXTRAIN, "train", arguments.config, *arguments.overrides]
+    command = [*JAXTRAIN, "train", arguments.config, *arguments.overrides, "--resume", arguments.resume]
     if arguments.run_dir is not None:
         command += ["--run-dir", arguments.run_dir]
     if arguments.emulate is not None:
         command += ["--emulate", str(arguments.emulate)]
     if "--debug" in sys.argv:
         command.append("--debug")
-    with Signals() as signals:
-
-        def start(number: int, has_begun: bool) -> int:
-            mode = arguments.resume
-            if has_begun and mode == "never":
-                mode = "auto"
-            child = start_child([*command, "--resume", mode], environment={})
-            signals.children.clear()
-            signals.add(child)
-            try:
-                return exit_code(child.wait())
-            finally:
-                kill_child(child)
-
-        return supervise(start, folder, restarts=arguments.restarts, asked=signals.asked, how_ended=how_ended)
+    return run_restarted(command, [{}], run_dir=folder, restarts=arguments.restarts)
