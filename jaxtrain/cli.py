@@ -18,6 +18,7 @@ from jaxtrain.runtime.devices import has_accelerator
 from jaxtrain.runtime.terminal import drop_unwritten, print_remark
 
 INTERNAL_ERROR = 1
+STORAGE_ERROR = 1
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -54,13 +55,16 @@ def _explain(error: Exception) -> tuple[str, int]:
     reason = first_line(error)
     if "Unable to initialize backend" in text or _is_of_backend(error):
         platforms = os.environ.get("JAX_PLATFORMS", "")
-        return f"JAX_PLATFORMS={platforms} (environment): {reason}; unset it, or see 'jaxtrain doctor'", 2
+        line = f"JAX_PLATFORMS={platforms} (environment): {reason}; unset it, or see 'jaxtrain doctor'"
+        return line, ConfigError.exit_code
     if isinstance(error, RecursionError):
         return "a config, a record of a run or a key is nested too deeply", ConfigError.exit_code
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:60]!r}... is too long for a path; shorten it", ConfigError.exit_code
+        start = str(error.filename)[:60]
+        return f"{start!r}... is too long for a path; shorten it", ConfigError.exit_code
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
-        return f"cannot use {error.filename or 'a file'}: {error.strerror}; free space or use another folder", 1
+        path = error.filename or "a file"
+        return f"cannot use {path}: {error.strerror}; free space or use another folder", STORAGE_ERROR
     kind = type(error).__name__
     return f"internal error: {kind}: {reason}; run again with --debug for the traceback", INTERNAL_ERROR
 
@@ -114,8 +118,9 @@ def _report_error(error: Exception, *, debug: bool) -> int:
     if debug:
         print_remark(traceback.format_exc().rstrip("\n"))
     line, code = _explain(error)
-    # A usage error names its command itself.
-    print_remark(line if line.startswith("jaxtrain") else f"jaxtrain: {line}")
+    if not line.startswith("jaxtrain"):  # a usage error names its command itself
+        line = f"jaxtrain: {line}"
+    print_remark(line)
     raised_by_all = isinstance(error, ConfigError | PreemptedError) or getattr(error, "raised_by_all", False)
     if not raised_by_all:
         from jaxtrain.runtime import distributed

@@ -3,58 +3,49 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxtrain.commands.shared import own_code, print_json, print_records, print_table
+from jaxtrain.commands.shared import own_code, print_json, print_records
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.files import is_run
 from jaxtrain.config.schema import CHANGED_BY_EVALUATION
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.open import open_run, saved_config
+from jaxtrain.metrics.evaluation import evaluate_batches
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
 from jaxtrain.runtime import distributed
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the metrics of a checkpoint; return 0."""
-    if arguments.tasks is not None:
-        return _evaluate_tasks(arguments)
-    for name in ("limit", "shots", "chat", "batch"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
-    config = _evaluated_config(arguments.run_dir, arguments.overrides)
-    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
-    from jaxtrain.metrics.evaluation import evaluate_batches
-
+    """Print the metrics of a checkpoint, or of a published model on tasks; return 0."""
+    path = arguments.run_dir
+    config = None
+    compilation_cache = "auto"
+    if arguments.tasks is None:
+        for name in ("limit", "shots", "chat", "batch"):
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
+    if arguments.tasks is None or is_run(Path(path)):  # a published model has no config of its own
+        config = _evaluated_config(path, arguments.overrides)
+        compilation_cache = config.compilation_cache
+    distributed.start(emulate=arguments.emulate, compilation_cache=compilation_cache)
     with own_code(config), Progress(process_index=jax.process_index()) as progress:
-        with progress.phase("opening the run"):
-            run = open_run(
-                arguments.run_dir,
-                overrides=arguments.overrides,
-                step=arguments.step,
-                quantize=arguments.quantize,
-                report=progress.message,
-            )
-            evaluator = run.evaluator
-            held_out = run.held_out()
-            # A mistake in the layout is found before anything is restored.
-            evaluator.feed.shardings(held_out.spec())
-            state = run.state
-        with progress.phase("evaluating") as phase:
-            metrics = flat_scalars(evaluate_batches(evaluator, state, held_out))
-            data = run.config.data
-            source = data.call if isinstance(data, CalledData) else data.kind
-            phase.note(f"{held_out.num_rows:,} rows of {source}")
-    record = {"step": run.step, "rows": held_out.num_rows, **metrics}
+        if arguments.tasks is None:
+            metrics = _evaluate_rows(arguments, progress)
+            records = [metrics]
+        else:
+            metrics = _evaluate_tasks(arguments, progress)
+            records = metrics["tasks"]
     if progress.silent:
         return 0
     if arguments.json:
-        print_json({"run_dir": arguments.run_dir, **record})
+        print_json({"run_dir": path, **metrics})
     else:
-        print_records([record])
+        print_records(records)
     return 0
 
 
@@ -68,25 +59,37 @@ def _evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _evaluate_tasks(arguments: argparse.Namespace) -> int:
-    """Print the metrics of a checkpoint, or of a published model, on tasks; return 0."""
-    tasks = [task.strip() for task in arguments.tasks.split(",") if task.strip()]
-    path = arguments.run_dir
-    config = None
-    cache = "auto"
-    if is_run(Path(path)):  # a published model has no config of its own
-        config = _evaluated_config(path, arguments.overrides)
-        cache = config.compilation_cache
+def _evaluate_rows(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return step, number of rows and metrics of a checkpoint on held-out rows."""
+    with progress.phase("opening the run"):
+        run = open_run(
+            arguments.run_dir,
+            overrides=arguments.overrides,
+            step=arguments.step,
+            quantize=arguments.quantize,
+            report=progress.message,
+        )
+        evaluator = run.evaluator
+        held_out = run.held_out()
+        # A mistake in the layout is found before anything is restored.
+        evaluator.feed.shardings(held_out.spec())
+        state = run.state
+    with progress.phase("evaluating") as phase:
+        metrics = flat_scalars(evaluate_batches(evaluator, state, held_out))
+        data = run.config.data
+        source = data.call if isinstance(data, CalledData) else data.kind
+        phase.note(f"{held_out.num_rows:,} rows of {source}")
+    return {"step": run.step, "rows": held_out.num_rows, **metrics}
+
+
+def _evaluate_tasks(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return the step of a checkpoint, None for a published model, and a record for each metric of each task."""
     from jaxtrain.inference.tasks import evaluate_tasks
 
-    distributed.start(emulate=arguments.emulate, compilation_cache=cache)
-    from jaxtrain.inference.harness import HEADER, shown_rows
-
-    progress = Progress(process_index=jax.process_index())
-    with own_code(config), progress, progress.phase("evaluating") as phase:
-        step, rows = evaluate_tasks(
-            path,
-            tasks,
+    with progress.phase("evaluating") as phase:
+        step, records = evaluate_tasks(
+            arguments.run_dir,
+            [task.strip() for task in arguments.tasks.split(",") if task.strip()],
             limit=arguments.limit,
             shots=arguments.shots,
             chat=arguments.chat,
@@ -96,10 +99,4 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
             quantize=arguments.quantize,
             report=phase.note,
         )
-    if progress.silent:
-        return 0
-    if arguments.json:
-        print_json({"run_dir": path, "step": step, "tasks": rows})
-    else:
-        print_table(HEADER, shown_rows(rows))
-    return 0
+    return {"step": step, "tasks": records}

@@ -78,8 +78,6 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     for word in unknown:
         _check_unknown(parser, word, takes_keys=takes_keys)
         arguments.overrides.append(word.removeprefix("--"))
-    if "=" in (getattr(arguments, "config", None) or ""):
-        parser.error(f"CONFIG is missing before {arguments.config}")
     return arguments
 
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtrain.commands.shared import load_described, print_json, print_text, write_output
 from jaxtrain.config.files import to_yaml
@@ -23,10 +22,9 @@ from jaxtrain.plan.search import (
     describe_layout,
     largest_batch,
     search,
-    why_not,
     with_rows,
 )
-from jaxtrain.plan.show import answer_lines, as_json, search_lines, table
+from jaxtrain.plan.show import answer_lines, as_json, search_json, search_lines, table
 from jaxtrain.plan.targets import Target, parse_targets
 from jaxtrain.plan.workload import describe_workload
 from jaxtrain.runtime.terminal import print_remark
@@ -157,7 +155,7 @@ def _print_answer(
     if arguments.json:
         answer: dict[str, object] = {"plans": [as_json(plan) for plan in plans]}
         if searches:
-            answer["searches"] = [_search_json(target, found) for target, found in searches]
+            answer["searches"] = [search_json(target, found) for target, found in searches]
         if batches:
             answer["largest_batch"] = [
                 {"target": plan.target.name, "rows": rows, "checked_by": _checked_by(plan)}
@@ -182,27 +180,6 @@ def _print_answer(
 
 def _checked_by(plan: Estimate) -> str:
     return "formulas" if plan.exact is None else "compiler"
-
-
-def _search_json(target: Target, found: Found) -> dict[str, Any]:
-    """Return a search in numbers, with units in their names; no time if none is known."""
-    ranking = []
-    for layout in found.ranked[:20]:
-        ranking.append(
-            {
-                "layout": describe_layout(layout.config),
-                "step_seconds": layout.time and layout.time.seconds,
-                "rows_per_second": layout.rows_per_second,
-                "memory_bytes": layout.memory.total_bytes,
-            }
-        )
-    return {
-        "target": target.name,
-        "tried": found.tried,
-        "fit": len(found.ranked),
-        "reasons": why_not(found),
-        "ranking": ranking,
-    }
 
 
 def _to_write(plans: Sequence[Estimate], batches: Sequence[int | None], tokens: float | None) -> Estimate | None:

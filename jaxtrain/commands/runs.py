@@ -2,14 +2,13 @@
 
 import argparse
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.checkpoint.tree import shown_name
-from jaxtrain.commands.shared import print_json, print_records, print_text, value_text, writes
+from jaxtrain.commands.shared import print_json, print_records, print_table, print_text, value_text, writes
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import read_run
 from jaxtrain.errors import CheckpointError
@@ -31,43 +30,34 @@ def run_ls(arguments: argparse.Namespace) -> int:
         CheckpointError: a checkpoint is damaged; the list is printed before.
     """
     records = []
+    rows = []
     problems = []
     with _open(arguments.run_dir) as checkpoints:
         for step in checkpoints.steps():
-            record = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+            record: dict[str, Any] = {"step": step, "saved_at": None, "bytes": None, "eval_loss": None, "problem": None}
+            state = "yes"
             try:
                 info = checkpoints.info(step)
                 record |= {"saved_at": info.saved_at, "bytes": info.num_bytes, "eval_loss": info.eval_loss}
                 if arguments.verify:
                     checkpoints.verify(step)
+                    state = "verified"
             except CheckpointError as error:
                 record["problem"] = str(error)
+                state = "damaged"
                 problems.append(str(error))
-            records.append(record)
+            rows.append([value_text(name, value) for name, value in record.items() if name != "problem"] + [state])
+            records.append({**record, "ok": state != "damaged", "verified": arguments.verify})
     if arguments.json:
-        print_json([{**record, "ok": record["problem"] is None, "verified": arguments.verify} for record in records])
+        print_json(records)
     elif records:
-        print_records([_listed(record, is_verified=arguments.verify) for record in records])
+        print_table(("step", "time", "size", "eval_loss", "ok"), rows)
     else:
         print_remark(f"no checkpoints in {checkpoints.directory}")
     if problems:
         others = f" (and {len(problems) - 1} more)" if problems[1:] else ""
         raise CheckpointError(f"{problems[0]}{others}")
     return 0
-
-
-def _listed(record: Mapping[str, Any], *, is_verified: bool) -> dict[str, Any]:
-    """Return the columns of a checkpoint in the list."""
-    state = "verified" if is_verified else "yes"
-    if record["problem"]:
-        state = "damaged"
-    return {
-        "step": record["step"],
-        "time": record["saved_at"],
-        "size": record["bytes"],
-        "eval_loss": record["eval_loss"],
-        "ok": state,
-    }
 
 
 def run_show(arguments: argparse.Namespace) -> int:

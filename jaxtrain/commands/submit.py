@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxtrain.commands.shared import write_output
 from jaxtrain.runtime.terminal import print_remark
@@ -14,8 +14,6 @@ from jaxtrain.submit import kubernetes
 from jaxtrain.submit.slurm import SlurmJob, ask_sbatch, num_gpus, slurm_script
 from jaxtrain.submit.tpu import tpu_slice
 from jaxtrain.submit.training import job_training, pod_training
-
-_Record = TypeVar("_Record")
 
 
 def submit_slurm(arguments: argparse.Namespace) -> int:
@@ -111,9 +109,9 @@ def _submit_kubernetes(arguments: argparse.Namespace, *, jobset: bool) -> int:
     return 0
 
 
-def _record(kind: type[_Record], arguments: argparse.Namespace, **values: Any) -> _Record:
-    """Make a record of the arguments that are fields of it, and of further values."""
-    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+def _record(kind: Any, arguments: argparse.Namespace, **values: Any) -> Any:
+    """Make a dataclass of the arguments that are fields of it, and of further values."""
+    for field in dataclasses.fields(kind):
         if field.name in arguments and field.name not in values:
             values[field.name] = getattr(arguments, field.name)
     return kind(**values)

@@ -104,24 +104,26 @@ def _claim_folder(trial: Trial) -> None:
         write_json_atomic(path, trial.record(None))
         return
     recorded = read_json(path)
+    settings = recorded.get("settings")
     if recorded != trial.record(recorded.get("exit_code")):
-        settings = recorded.get("settings")
         raise ConfigError(f"{trial.folder} holds a trial of another sweep ({settings}); use another --run-dir")
 
 
 def _train(signals: Signals, trial: Trial) -> int:
     """Train one trial and note how it ended, unless that is known; return its exit code."""
     folder = trial.folder
+    path = folder / TRIAL_FILE
     label = f"{folder}: {' '.join(trial.settings)}"
-    code = read_json(folder / TRIAL_FILE).get("exit_code")
+    code = read_json(path).get("exit_code")
     if code in _FINAL:
         print_remark(f"{label}: {how_ended(code)} before")
         return code
     if signals.asked.is_set():
         return PreemptedError.exit_code
     began = time.monotonic()
-    write_json_atomic(folder / TRIAL_FILE, trial.record(None))
-    name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")  # quoted: "a: b" alone is a mapping of YAML
+    write_json_atomic(path, trial.record(None))
+    # Quoted, because "a: b" alone is a mapping of YAML.
+    name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")
     command = [*JAXTRAIN, "train", trial.config, f"name={name}", *trial.settings]
     command += ["--run-dir", str(folder)]
     child = start_child(command, environment={}, shown=False)
@@ -134,7 +136,7 @@ def _train(signals: Signals, trial: Trial) -> int:
     finally:
         kill_child(child)
         signals.children.remove(child)
-    write_json_atomic(folder / TRIAL_FILE, trial.record(code))
+    write_json_atomic(path, trial.record(code))
     duration = format_duration(time.monotonic() - began)
     print_remark(f"{label}: {how_ended(code)} after {duration}")
     return code

@@ -137,6 +137,27 @@ def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> lis
     return [*lines, *(f"  {line}" for line in why_not(found))]
 
 
+def search_json(target: Target, found: Found) -> dict[str, Any]:
+    """Return a search in types of strict JSON, with units in the names; no time if none is known."""
+    ranking = []
+    for layout in found.ranked[:20]:
+        ranking.append(
+            {
+                "layout": describe_layout(layout.config),
+                "step_seconds": None if layout.time is None else layout.time.seconds,
+                "rows_per_second": layout.rows_per_second,
+                "memory_bytes": layout.memory.total_bytes,
+            }
+        )
+    return {
+        "target": target.name,
+        "tried": found.tried,
+        "fit": len(found.ranked),
+        "reasons": why_not(found),
+        "ranking": ranking,
+    }
+
+
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, with what it takes, what there is, and who says so."""
     needed, room, exact = estimate.peak_bytes, estimate.room_bytes, estimate.exact

@@ -17,7 +17,11 @@ LLAMA = Path(__file__).resolve().parents[1] / "weights" / "published" / "llama"
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
     "group alone": ("data", 2, r"jaxtrain data: its commands are data prepare, data show; see"),
-    "missing config": ("train", 2, r"jaxtrain train: the following arguments are required: CONFIG; see 'jaxtrain train --help'"),
+    "missing config": (
+        "train",
+        2,
+        r"jaxtrain train: the following arguments are required: CONFIG; see 'jaxtrain train --help'",
+    ),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "key of another trainer as an option": ("train quickstart --lr 1", 2, r"as optimizer\.learning_rate=VALUE"),
     "no devices": ("train quickstart --emulate 0", 2, r"--emulate: '0' is not a whole number from 1 to"),
