@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxtrain.commands.shared import load_described, print_json, print_text, write_output
 from jaxtrain.config.files import to_yaml
@@ -38,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = catalogue(arguments.hardware)
     if arguments.list:
         rows = hardware.values()
-        print_json(hardware_json(rows)) if arguments.json else print_text(hardware_table(rows))
+        if arguments.json:
+            print_json(hardware_json(rows))
+        else:
+            print_text(hardware_table(rows))
         return 0
     if arguments.config is None:
         raise ConfigError("jaxtrain plan: CONFIG is missing; 'jaxtrain plan --list' lists the hardware")
@@ -57,12 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.exact and plans[-1].exact is None:
             reason = plans[-1].exact_missing
             raise ConfigError(f"--exact: {target.name}: {reason}; without --exact, a plan is analytic")
-    batches: list[int | None] = []
+    batches = []
     if arguments.largest_batch:
         batches = [_largest_batch(plan, arguments) for plan in plans]
     _print_answer(plans, searches, batches, arguments)
     if arguments.config_out is not None:
-        _write_config(arguments.config_out, _to_write(plans, batches, arguments.tokens), loaded)
+        best = _to_write(plans, batches, arguments.tokens)
+        _write_config(arguments.config_out, best, loaded.name)
     for reason in dict.fromkeys(plan.exact_missing for plan in plans):
         if reason is not None and "pip install" in reason:
             print_remark(f"jaxtrain: the figures are analytic; {reason}")
@@ -133,23 +138,19 @@ def _plan_fastest(found: Found, target: Target, arguments: argparse.Namespace) -
     return sorted(plans, key=lambda plan: plan.fits is False)
 
 
-def _largest_batch(plan: Estimate, arguments: argparse.Namespace) -> int | None:
-    """Return the rows of the largest batch that fits; None if not even the smallest does."""
-
-    def fits(config: Config) -> bool:
-        estimate = analyse(config, plan.target)
-        if not arguments.analytic:
-            rows = estimate.workload.rows
-            estimate = with_compiler(estimate, lambda line: print_remark(f"{line} with {rows} rows"))
-        return estimate.fits is not False
-
-    return largest_batch(plan.config, fits)
+def _largest_batch(plan: Estimate, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of the largest batch that fits, None if not even the smallest does, and what was asked."""
+    rows = largest_batch(
+        plan.config, lambda config: _compiled(analyse(config, plan.target), arguments).fits is not False
+    )
+    checked_by = "formulas" if plan.exact is None else "compiler"
+    return {"target": plan.target.name, "rows": rows, "checked_by": checked_by}
 
 
 def _print_answer(
     plans: Sequence[Estimate],
     searches: Sequence[tuple[Target, Found]],
-    batches: Sequence[int | None],
+    batches: Sequence[dict[str, Any]],
     arguments: argparse.Namespace,
 ) -> None:
     if arguments.json:
@@ -157,47 +158,41 @@ def _print_answer(
         if searches:
             answer["searches"] = [search_json(target, found) for target, found in searches]
         if batches:
-            answer["largest_batch"] = [
-                {"target": plan.target.name, "rows": rows, "checked_by": _checked_by(plan)}
-                for plan, rows in zip(plans, batches, strict=True)
-            ]
+            answer["largest_batch"] = batches
         print_json(answer)
         return
     first_plans: dict[str, Estimate] = {}
     for plan in plans:
         first_plans.setdefault(plan.target.name, plan)
     for plan in first_plans.values():
-        print_text("\n".join([*answer_lines(plan), ""]))
+        lines = answer_lines(plan)
+        print_text("\n".join([*lines, ""]))
     for target, found in searches:
-        print_text("\n".join([*search_lines(target, found, plans), ""]))
+        lines = search_lines(target, found, plans)
+        print_text("\n".join([*lines, ""]))
     print_text(table(plans))
-    for plan, rows in zip(plans, batches, strict=False):
-        largest = f"the largest global batch that fits is {rows} rows"
-        if rows is None:
+    for batch in batches:
+        largest = f"the largest global batch that fits is {batch['rows']} rows"
+        if batch["rows"] is None:
             largest = "not even the smallest batch fits"
-        print_text(f"{plan.target.name}: {largest} ({_checked_by(plan)})")
+        print_text(f"{batch['target']}: {largest} ({batch['checked_by']})")
 
 
-def _checked_by(plan: Estimate) -> str:
-    return "formulas" if plan.exact is None else "compiler"
-
-
-def _to_write(plans: Sequence[Estimate], batches: Sequence[int | None], tokens: float | None) -> Estimate | None:
+def _to_write(plans: Sequence[Estimate], batches: Sequence[dict[str, Any]], tokens: float | None) -> Estimate | None:
     """Return the first plan that fits, with the largest batch that was found for it; None: none fits."""
     if not batches:
         return next((plan for plan in plans if plan.fits is not False), None)
-    for plan, rows in zip(plans, batches, strict=True):
-        if rows is not None:
-            return analyse(_with_tokens(with_rows(plan.config, rows), tokens), plan.target)
+    for plan, batch in zip(plans, batches, strict=True):
+        if batch["rows"] is not None:
+            config = with_rows(plan.config, batch["rows"])
+            return analyse(_with_tokens(config, tokens), plan.target)
     return None
 
 
-def _write_config(path: str, plan: Estimate | None, loaded: Loaded) -> None:
+def _write_config(path: str, plan: Estimate | None, name: str) -> None:
     if plan is None:
         raise ConfigError(f"--config {path}: no plan fits, so there is no config to write")
-    config = plan.config
-    if config.optimizer.schedule != loaded.config.optimizer.schedule:
-        print_remark(f"optimizer.schedule was scaled to train.steps={config.train.steps}")
-    header = f"# {loaded.name}, planned for {plan.target.name}: {describe_layout(config)}\n"
-    write_output("--config", path, header + to_yaml(config.model_dump(mode="json")))
+    header = f"# {name}, planned for {plan.target.name}: {describe_layout(plan.config)}\n"
+    text = to_yaml(plan.config.model_dump(mode="json"))
+    write_output("--config", path, header + text)
     print_remark(f"train it: jaxtrain train {path}")
