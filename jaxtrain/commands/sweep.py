@@ -35,7 +35,7 @@ class Trial:
     """One training of a sweep, and the folder of its run."""
 
     config: str
-    settings: Sequence[str]
+    settings: list[str]
     folder: Path
 
     def record(self, exit_code: int | None) -> dict[str, object]:
