@@ -129,9 +129,6 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
     Returns:
         The exit code of the process that failed first (128 + n: signal n ended it); without a failure 75 where the
         processes saved and stopped, else 0.
-
-    Raises:
-        ConfigError: a process cannot be started.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -87,10 +87,8 @@ def _check_unknown(parser: Parser, word: str, *, takes_keys: bool) -> None:
     options = re.findall(r"--?[a-z][a-z-]*", parser.format_usage())
     if close := difflib.get_close_matches(option, options, 1, 0.7):
         parser.error(f"no option {option}, did you mean {close[0]}?")
-    if not option.startswith("-"):
-        parser.error(f"unexpected argument {word!r}")
     if not takes_keys or not option.startswith("--"):
-        parser.error(f"no option {option}")
+        parser.error(f"unexpected argument {word!r}")
     if not equals:
         from jaxtrain.config.load import nearest_key
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
 
-from jaxtrain.errors import ConfigError
-
 JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 # Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends
 # before the time of a job is over: every signal at which a run saves.
@@ -65,21 +63,18 @@ def start_child(command: Sequence[str], *, environment: Mapping[str, str], shown
         environment: variables besides those of this process.
         shown: whether it writes to the terminal; else its standard error is a pipe, and its output is not kept.
     """
-    try:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=None if shown else subprocess.DEVNULL,
-            stderr=None if shown else subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # Its own process group, because a terminal sends Ctrl-C to the group of this process, which passes it on.
-            process_group=0,
-            preexec_fn=_die_with_parent(),
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot start {command[0]}: {error.strerror}") from None
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=None if shown else subprocess.DEVNULL,
+        stderr=None if shown else subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # Its own process group, because a terminal sends Ctrl-C to the group of this process, which passes it on.
+        process_group=0,
+        preexec_fn=_die_with_parent(),
+    )
 
 
 def _die_with_parent() -> Callable[[], None] | None:
