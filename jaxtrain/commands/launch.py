@@ -147,7 +147,7 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
                     "JAX_NUM_PROCESSES": str(len(environments)),
                     "JAX_PROCESS_ID": str(index),
                 }
-            signals.add(start_child(command, environment=environment, shown=index == 0))
+            signals.add(start_child(command, environment=environment, quiet=index > 0))
         for index, process in enumerate(processes):
             if process.stderr is not None:
                 reader = threading.Thread(target=_print_lines, args=(index, process.stderr), daemon=True)

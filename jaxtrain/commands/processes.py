@@ -55,20 +55,20 @@ class Signals:
             child.send_signal(number)
 
 
-def start_child(command: Sequence[str], *, environment: Mapping[str, str], shown: bool = True) -> Child:
+def start_child(command: Sequence[str], *, environment: Mapping[str, str], quiet: bool = False) -> Child:
     """Start a process that ends when this one is killed.
 
     Args:
         command: program and words.
         environment: variables besides those of this process.
-        shown: whether it writes to the terminal; else its standard error is a pipe, and its output is not kept.
+        quiet: whether it does not write to the terminal: its standard error is a pipe, and its output is not kept.
     """
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
-        stdout=None if shown else subprocess.DEVNULL,
-        stderr=None if shown else subprocess.PIPE,
+        stdout=subprocess.DEVNULL if quiet else None,
+        stderr=subprocess.PIPE if quiet else None,
         text=True,
         errors="replace",
         # Its own process group, because a terminal sends Ctrl-C to the group of this process, which passes it on.

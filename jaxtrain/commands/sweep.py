@@ -126,10 +126,10 @@ def _train(signals: Signals, trial: Trial) -> int:
     name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")
     command = [*JAXTRAIN, "train", trial.config, f"name={name}", *trial.settings]
     command += ["--run-dir", str(folder)]
-    child = start_child(command, environment={}, shown=False)
+    child = start_child(command, environment={}, quiet=True)
     signals.add(child)
     try:
-        assert child.stderr is not None  # since it is not shown
+        assert child.stderr is not None  # since it is quiet
         with child.stderr as lines, (folder / "trial.log").open("a", encoding="utf-8") as log:
             shutil.copyfileobj(lines, log)
         code = exit_code(child.wait())

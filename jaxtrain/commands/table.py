@@ -93,7 +93,7 @@ def flag(name: str, about: str) -> Argument:
     return [name], {"action": "store_true", "help": about}
 
 
-def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
+def whole_number(least: int, most: int = 10**9) -> Callable[[str], int]:
     """Return a reader of whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
@@ -104,9 +104,9 @@ def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     return read
 
 
-count = whole(1)
-process_count = whole(1, 4096)
-step_number = whole(0)
+count = whole_number(1)
+process_count = whole_number(1, 4096)
+step_number = whole_number(0)
 
 
 def tokens(text: str) -> float:
@@ -232,7 +232,7 @@ _command(
     option("path", "RUN|FOLDER", MODEL),
     OVERRIDES,
     option("--host", "ADDRESS", "address; default: 127.0.0.1 (this machine only)", default="127.0.0.1"),
-    option("--port", "N", "port, 0 for a free one; default: 8000", type=whole(0, 65535), default=8000),
+    option("--port", "N", "port, 0 for a free one; default: 8000", type=whole_number(0, 65535), default=8000),
     option("--api-key-file", "FILE", "file with the API key of clients; default: $JAXTRAIN_API_KEY"),
     option("--name", "NAME", "model name that clients ask for; default: the folder's name"),
     option("--slots", "N", "answers generated at a time; default: 8", type=count, default=8),
