@@ -4,7 +4,6 @@ import argparse
 import functools
 import itertools
 import json
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -24,8 +23,6 @@ from jaxtrain.run.directory import RunLock, run_folder
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark
 
-# Between values; a comma inside a list or a mapping of YAML belongs to the value.
-_COMMA = re.compile(r",(?![^\[{]*[\]}])")
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)
 
@@ -65,9 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"checkpoint.directory={store} would be shared by several trials; leave it out")
         stores.add(store)
     folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
-    trials = []
-    for number, settings in enumerate(combinations):
-        trials.append(Trial(config, settings, folder / f"{number:03d}"))
+    trials = [Trial(config, settings, folder / f"{number:03d}") for number, settings in enumerate(combinations)]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for trial in trials:
             _claim_folder(trial)
@@ -92,8 +87,24 @@ def all_trials(words: Sequence[str]) -> list[list[str]]:
             raise ConfigError(f"cannot read {word!r}; write key=value or key=v1,v2")
         if key in choices:
             raise ConfigError(f"{key} is given twice; write it once, as in {key}=v1,v2")
-        choices[key] = [f"{key}={value}" for value in _COMMA.split(text)]
+        choices[key] = [f"{key}={value}" for value in _split(text)]
     return [list(trial) for trial in itertools.product(*choices.values())]
+
+
+def _split(text: str) -> list[str]:
+    """Split values at commas; a list, a mapping or a quoted text of YAML stays together."""
+    import yaml
+
+    try:
+        node = yaml.compose(f"[{text}]", yaml.SafeLoader)
+    except yaml.YAMLError:
+        return [text]  # the error of the value names all of it
+    values = []
+    for item in node.value:
+        start = item.start_mark.index - 1
+        stop = item.end_mark.index - 1
+        values.append(text[start:stop])
+    return values or [text]
 
 
 def _claim_folder(trial: Trial) -> None:
