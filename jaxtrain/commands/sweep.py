@@ -124,7 +124,8 @@ def _train(signals: Signals, trial: Trial) -> int:
     """Train one trial and note how it ended, unless that is known; return its exit code."""
     folder = trial.folder
     path = folder / TRIAL_FILE
-    label = f"{folder}: {' '.join(trial.settings)}"
+    settings = " ".join(trial.settings)
+    label = f"{folder}: {settings}"
     code = read_json(path).get("exit_code")
     if code in _FINAL:
         print_remark(f"{label}: {how_ended(code)} before")
