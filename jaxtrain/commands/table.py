@@ -201,7 +201,7 @@ _command(
     option("--repetition-penalty", "R", "penalty for repeated tokens; default: 1", type=float, default=1.0),
     repeated("--stop", "TEXT", "stop before this text"),
     option("--seed", "N", "random seed; default: 0", type=step_number, default=0),
-    flag("--stream", "print text while it is generated; default: on a terminal"),
+    flag("--stream", "print the text of one prompt while it is generated; default: on a terminal"),
     QUANTIZE,
     STEP,
     EMULATE,
