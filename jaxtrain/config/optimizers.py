@@ -22,8 +22,6 @@ from jaxtrain.config.base import (
 from jaxtrain.config.errors import AlsoCalled
 from jaxtrain.errors import ConfigError
 
-AGAINST_DIVERGENCE = "A lower optimizer.learning_rate, more warmup_steps or a lower optimizer.clip_norm may help."
-
 
 class ScheduleConfig(Group):
     """The learning rate at each step: a linear warmup, then a decay of the chosen shape."""

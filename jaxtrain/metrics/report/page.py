@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.config.optimizers import AGAINST_DIVERGENCE
 from jaxtrain.metrics.format import format_bytes, format_count, format_duration
 from jaxtrain.metrics.history import STANDARD, read_rows
 from jaxtrain.metrics.report import sections
@@ -103,8 +102,8 @@ def _words(run: RunFiles) -> Iterator[tuple[str, str]]:
         "running": ("", f"The run has not ended: it still trains, or was killed. Its last row is of {reached}."),
         "diverged": (
             "bad",
-            f"The run diverged at {reached}: gradients were not finite in too many steps in a row. "
-            f"{AGAINST_DIVERGENCE}",
+            f"The run diverged at {reached}: gradients were not finite in too many steps in a row. A lower "
+            "optimizer.learning_rate, more warmup_steps or stronger clipping may help.",
         ),
         "failed": ("bad", f"The run failed after {reached}; {goes_on}."),
         **{how: ("", f"The run was {how} at {reached}; {goes_on}.") for how in ("preempted", "stopped")},
