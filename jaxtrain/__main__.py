@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def run_program() -> NoReturn:
-    """Be the program `jaxtrain`."""
+    """Run the `jaxtrain` command."""
     hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cli import _find_command, _parse
+from jaxtrain.commands.launch import read_command
+from jaxtrain.commands.parsing import find_command, parse
 from jaxtrain.commands.sweep import all_trials
 from jaxtrain.config import load_config
 
@@ -49,8 +50,10 @@ def test_printed_commands_are_valid(page: str, tmp_path: Path, monkeypatch: pyte
         (tmp_path / name).write_text(config)
     for text in {text for where, text in commands() if where == page}:
         words = [PLACEHOLDERS.get(word, word) for word in shlex.split(text)[1:]]
-        name, rest = _find_command(words)
-        parsed = _parse(name, rest)
+        name, rest = find_command(words)
+        parsed = parse(name, rest)
+        if name == "launch":
+            read_command(parsed.command)
         if getattr(parsed, "config", None) is not None:
             # The keys after a run, which is not here, are those of any config.
             config = "quickstart" if parsed.config.startswith("runs/") else parsed.config

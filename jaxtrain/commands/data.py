@@ -6,89 +6,89 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.commands.shared import own_code, print_json, print_text
-from jaxtrain.config import Loaded, load_config
+from jaxtrain.config import Config, load_config
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
-from jaxtrain.runtime.terminal import print_remark, printable
+from jaxtrain.runtime.terminal import print_remark
+
+_REPORT_SECONDS = 10
 
 
-def _load(arguments: argparse.Namespace) -> Loaded:
+def _load(arguments: argparse.Namespace) -> Config:
     loaded = load_config(arguments.config, overrides=arguments.overrides)
     loaded.check_described(given=["model", "task"])
     for note in loaded.notes:
         print_remark(note)
-    return loaded
+    return loaded.config
 
 
 def run_prepare(arguments: argparse.Namespace) -> int:
-    """Encode the text of a config, and print how to train on the result; 0."""
-    source = _load(arguments).config.data
+    """Encode the text of a config, and print how to train on the result; return 0."""
+    source = _load(arguments).data
     if not isinstance(source, TextData | JsonlData | DocumentsData):
         raise ConfigError(f"data.kind={source.kind} is not text; set data.kind=text data.path=FILE, jsonl or documents")
     from jaxtrain.data import prepare_tokens
 
-    last = time.monotonic()
+    last_report = time.monotonic()
 
-    def show(documents: int, tokens: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 10:
-            last = time.monotonic()
+    def report(documents: int, tokens: int) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report >= _REPORT_SECONDS:
+            last_report = time.monotonic()
             print_remark(f"encoding: {documents:,} documents, {tokens:,} tokens")
 
     folder = local_path(arguments.output, what="--output")
-    made = prepare_tokens(source, folder, progress=show)
+    info = prepare_tokens(source, folder, progress=report)
+    path = info["output"]
     print_remark(
-        f"documents: {made['num_documents']:,}, tokens: {made['num_tokens']:,} of {made['vocab_size']:,} ids "
-        f"({made['dtype']}), files: {len(made['shards']):,}"
+        f"documents: {info['num_documents']:,}, "
+        f"tokens: {info['num_tokens']:,} of {info['vocab_size']:,} ids ({info['dtype']}), "
+        f"files: {len(info['shards']):,}"
     )
-    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={made['output']}")
+    print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={path}")
     # On standard output, so that it can be appended to a config file.
-    print_text(to_yaml({"data": {"kind": "tokens", "path": made["output"]}}).rstrip("\n"))
+    print_text(to_yaml({"data": {"kind": "tokens", "path": path}}), end="")
     return 0
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Print the first training rows of a config, and what its data says of itself; 0."""
-    config = _load(arguments).config
+    """Print the first training rows of a config, and the description of its data; return 0."""
+    config = _load(arguments)
     from jaxtrain.data.configured import open_run_data
     from jaxtrain.data.rows import shown_rows
 
     with own_code(config):
         data = open_run_data(config)
-        found = list(shown_rows(data.train, arguments.rows, data.tokenizer))
+        rows = list(shown_rows(data.train, arguments.rows, data.tokenizer))
     if arguments.json:
-        print_json({"description": list(data.description), "counts": data.counts, "rows": found})
+        print_json({"description": list(data.description), "counts": data.counts, "rows": rows})
         return 0
     for line in data.description:
         print_text(line)
-    _print_rows(found, len(data.train))
+    _print_rows(rows, len(data.train))
     return 0
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], total: int) -> None:
-    """Print rows: in colour on a terminal that has some, else with marks around the tokens with a loss."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=True)
-    coloured = console.color_system is not None
-    before, after = ("", "") if coloured else ("[[", "]]")
-    styles = {True: "bold green", False: "dim"}
-    lines = [Text(f"tokens {'in green' if coloured else 'between [[ and ]]'} have a loss")]
+    """Print rows with marks around the tokens that have a loss."""
+    print_text("tokens between [[ and ]] have a loss")
     for row in rows:
         parts = row["parts"]
-        trained, places = (sum(part[name] for part in parts) for name in ("trained", "places"))
-        whole = row["length"] * (2 if parts[-1]["name"] == "rejected" else 1)
-        counts = f"{whole:,} positions, {whole - places:,} unused, {trained:,} with a loss"
-        lines.append(Text(f"\nrow {row['number']} of {total:,}: {counts}", "bold"))
+        num_trained = sum(part["trained"] for part in parts)
+        num_used = sum(part["places"] for part in parts)
+        length = row["length"]
+        if parts[-1]["name"] == "rejected":
+            length *= 2
+        counts = f"{length:,} positions, {length - num_used:,} unused, {num_trained:,} with a loss"
+        print_text("")
+        print_text(f"row {row['number']} of {total:,}: {counts}")
         for part in parts:
-            lines.append(Text(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss", "cyan"))
-            text = Text()
+            print_text(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss")
             for span in part["spans"]:
-                shown = printable(span["text"])
-                text.append(f"{before}{shown}{after}" if span["trained"] else shown, styles[span["trained"]])
-            lines.append(text)
-    for line in lines:
-        console.print(line) if coloured else print_text(line.plain)
+                text = span["text"]
+                if span["trained"]:
+                    text = f"[[{text}]]"
+                print_text(text, end="")
+            print_text("")

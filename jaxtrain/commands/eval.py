@@ -3,86 +3,93 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxtrain.commands.shared import own_code, print_json, print_table
+import jax
+
+from jaxtrain.commands.shared import own_code, print_json, print_records
 from jaxtrain.config import Config
 from jaxtrain.config.data import CalledData
 from jaxtrain.config.files import is_run
+from jaxtrain.config.schema import CHANGED_BY_EVALUATION
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.open import open_run, saved_config
+from jaxtrain.metrics.evaluation import evaluate_batches
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
 from jaxtrain.runtime import distributed
 
-# Keys that eval may change (the base of adapters may have moved); the others describe the parameters that were trained.
-_MAY_CHANGE = ("data.", "evaluation.", "parallel.", "train.global_batch_size", "compilation_cache", "model.from")
-
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the metrics of a checkpoint; 0."""
-    if arguments.tasks is not None:
-        return _evaluate_tasks(arguments)
-    for name in ("limit", "shots", "chat", "batch"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
-    config = _evaluated_config(arguments.run_dir, arguments.overrides)
-    distributed.start(emulate=arguments.emulate, compilation_cache=config.compilation_cache)
-    main = distributed.is_main_process()
-    from jaxtrain.metrics.evaluation import evaluate_batches
-
-    with own_code(config), Progress(process_index=0 if main else 1) as progress:
-        with progress.phase("opening the run"):
-            run = open_run(
-                arguments.run_dir,
-                overrides=arguments.overrides,
-                step=arguments.step,
-                quantize=arguments.quantize,
-                report=progress.message,
-            )
-            evaluator, held_out = run.evaluator, run.held_out()
-            # A mistake in the layout is found before anything is restored.
-            evaluator.feed.shardings(held_out.spec())
-            state = run.state
-        with progress.phase("evaluating") as phase:
-            metrics = flat_scalars(evaluate_batches(evaluator, state, held_out))
-            data = run.config.data
-            phase.note(f"{held_out.num_rows:,} rows of {data.call if isinstance(data, CalledData) else data.kind}")
-    if not main:
+    """Print the metrics of a checkpoint, or of a published model on tasks; return 0."""
+    path = arguments.run_dir
+    config = None
+    compilation_cache = "auto"
+    if arguments.tasks is None:
+        for name in ("limit", "shots", "chat", "batch"):
+            if getattr(arguments, name):
+                raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
+    if arguments.tasks is None or is_run(Path(path)):  # a published model has no config of its own
+        config = _evaluated_config(path, arguments.overrides)
+        compilation_cache = config.compilation_cache
+    distributed.start(emulate=arguments.emulate, compilation_cache=compilation_cache)
+    with own_code(config), Progress(process_index=jax.process_index()) as progress:
+        if arguments.tasks is None:
+            metrics = _evaluate_rows(arguments, progress)
+            records = [metrics]
+        else:
+            metrics = _evaluate_tasks(arguments, progress)
+            records = metrics["tasks"]
+    if progress.silent:
         return 0
     if arguments.json:
-        print_json({"run_dir": arguments.run_dir, "step": run.step, "rows": held_out.num_rows, **metrics})
+        print_json({"run_dir": path, **metrics})
     else:
-        shown = {name: f"{value:.6g}" for name, value in metrics.items()}
-        print_table(("step", "rows", *shown), [(str(run.step), str(held_out.num_rows), *shown.values())])
+        print_records(records)
     return 0
 
 
 def _evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
-    """The config of a run with the settings that an evaluation changes; none of them describes what was trained."""
+    """Return the config of a run with the settings that an evaluation changes."""
     config = saved_config(run_dir, overrides=overrides).config
     for override in overrides:
-        if not override.startswith(_MAY_CHANGE):
-            allowed = ", ".join(f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _MAY_CHANGE)
-            raise ConfigError(f"{override} cannot change for a trained run; eval takes {allowed}")
+        if not override.startswith(CHANGED_BY_EVALUATION):
+            keys = ", ".join(CHANGED_BY_EVALUATION)
+            raise ConfigError(f"{override} cannot change for a trained run; eval takes {keys}")
     return config
 
 
-def _evaluate_tasks(arguments: argparse.Namespace) -> int:
-    """Print the metrics of a checkpoint, or of a published model, on tasks."""
-    listed = [task.strip() for task in arguments.tasks.split(",") if task.strip()]
-    path = arguments.run_dir
-    # A published model has no config of its own.
-    config = _evaluated_config(path, arguments.overrides) if is_run(Path(path)) else None
-    from jaxtrain.inference.tasks import HEADER, evaluate_tasks, shown_rows
+def _evaluate_rows(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return step, number of rows and metrics of a checkpoint on held-out rows."""
+    with progress.phase("opening the run"):
+        run = open_run(
+            arguments.run_dir,
+            overrides=arguments.overrides,
+            step=arguments.step,
+            quantize=arguments.quantize,
+            report=progress.message,
+        )
+        evaluator = run.evaluator
+        held_out = run.held_out()
+        # A mistake in the layout is found before anything is restored.
+        evaluator.feed.shardings(held_out.spec())
+        state = run.state
+    with progress.phase("evaluating") as phase:
+        metrics = flat_scalars(evaluate_batches(evaluator, state, held_out))
+        data = run.config.data
+        source = data.call if isinstance(data, CalledData) else data.kind
+        phase.note(f"{held_out.num_rows:,} rows of {source}")
+    return {"step": run.step, "rows": held_out.num_rows, **metrics}
 
-    cache = "auto" if config is None else config.compilation_cache
-    distributed.start(emulate=arguments.emulate, compilation_cache=cache)
-    main = distributed.is_main_process()
-    progress = Progress(process_index=0 if main else 1)
-    with own_code(config), progress, progress.phase("evaluating") as phase:
-        step, rows = evaluate_tasks(
-            path,
-            listed,
+
+def _evaluate_tasks(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Return the step of a checkpoint, None for a published model, and a record for each metric of each task."""
+    from jaxtrain.inference.tasks import evaluate_tasks
+
+    with progress.phase("evaluating") as phase:
+        step, records = evaluate_tasks(
+            arguments.run_dir,
+            [task.strip() for task in arguments.tasks.split(",") if task.strip()],
             limit=arguments.limit,
             shots=arguments.shots,
             chat=arguments.chat,
@@ -92,10 +99,4 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> int:
             quantize=arguments.quantize,
             report=phase.note,
         )
-    if not main:
-        return 0
-    if arguments.json:
-        print_json({"run_dir": path, "step": step, "tasks": rows})
-    else:
-        print_table(HEADER, shown_rows(rows))
-    return 0
+    return {"step": step, "tasks": records}

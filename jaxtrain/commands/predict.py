@@ -5,9 +5,10 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain.commands.shared import own_code, print_text
@@ -23,59 +24,64 @@ _FORMULA = re.compile(r"(?![+-]?[\d.]+(e[+-]?\d+)?$)[=+\-@\t\r].")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print or write the predictions for the rows of a file, in its order; all of them, or nothing."""
-    out = None if arguments.out is None else local_path(arguments.out, what="--out").expanduser()
-    if out is not None and (out.suffix not in (".csv", ".jsonl") or out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--out {out}: give a .csv or .jsonl file in a folder that exists")
+    """Print or write the predictions for the rows of a file, in its order; all of them, or nothing; return 0."""
+    path = None
+    as_json = arguments.json
+    if arguments.out is not None:
+        path = local_path(arguments.out, what="--out").expanduser()
+        if path.suffix not in (".csv", ".jsonl") or path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"--out {path}: give a .csv or .jsonl file in a folder that exists")
+        if path.suffix == ".jsonl":
+            as_json = True
     distributed.start(emulate=arguments.emulate)
-    main, how = distributed.is_main_process(), {"batch_size": arguments.batch, "probabilities": arguments.probabilities}
-    with Progress(process_index=0 if main else 1) as progress, progress.phase("predicting") as phase:
-        chosen = {"step": arguments.step, "quantize": arguments.quantize, "report": progress.message}
-        model = open_model(arguments.run_dir, **chosen)
+    with Progress(process_index=jax.process_index()) as progress, progress.phase("predicting") as phase:
+        model = open_model(arguments.run_dir, step=arguments.step, quantize=arguments.quantize, report=progress.message)
         with own_code(model.config):
-            rows = model.predict_file(arguments.file, **how)
+            rows = model.predict_file(arguments.file, batch_size=arguments.batch, probabilities=arguments.probabilities)
         phase.note(f"{len(rows):,} rows")
-    if not main:
+    if progress.silent:
         return 0
-    lines = _json_lines(rows) if arguments.json or (out and out.suffix == ".jsonl") else _csv_lines(rows)
-    if out is not None:
-        write_lines_atomic(out, lines)
+    lines = _json_lines(rows) if as_json else _csv_lines(rows)
+    if path is not None:
+        write_lines_atomic(path, lines)
         return 0
     for line in lines:
         print_text(line, end="")
     return 0
 
 
-def _json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _json_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
-        plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
-        yield json.dumps(strict_json(plain), ensure_ascii=False, allow_nan=False) + "\n"
+        values = dict(row)
+        for name, value in row.items():
+            if isinstance(value, np.ndarray):
+                values[name] = value.tolist()
+        text = json.dumps(strict_json(values), ensure_ascii=False, allow_nan=False)
+        yield f"{text}\n"
 
 
 def _csv_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A header and a line per row."""
-    flat = [_flat(row) for row in rows]
+    """Yield a header and a line per row."""
+    records = [_flat(row) for row in rows]
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(flat[0]) if flat else [], lineterminator="\n")
+    writer = csv.DictWriter(buffer, list(records[0]) if records else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(records)
     yield buffer.getvalue()
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One cell per value: lists get a number each, classes their names."""
-    found: dict[str, Any] = {}
+    """Return a cell per value: each number of a list has its own, and so has the probability of each class."""
+    cells: dict[str, Any] = {}
     for name, value in row.items():
         if name == "probabilities":
-            found |= _numbered("probability", value)
+            for class_name, probability in value.items():
+                cells[f"probability_{class_name}"] = probability
         elif name in ("numbers", "embedding"):
-            found |= _numbered(name.removesuffix("s"), dict(enumerate(map(str, value), start=1)))
+            for number, item in enumerate(value, start=1):
+                cells[f"{name.removesuffix('s')}_{number}"] = str(item)
         elif isinstance(value, str) and _FORMULA.match(value):
-            found[name] = f"'{value}"
+            cells[name] = f"'{value}"
         else:
-            found[name] = value
-    return found
-
-
-def _numbered(name: str, values: Mapping[Any, Any]) -> dict[str, Any]:
-    return {f"{name}_{key}": value for key, value in values.items()}
+            cells[name] = value
+    return cells

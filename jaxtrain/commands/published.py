@@ -13,7 +13,7 @@ from jaxtrain.runtime import distributed
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Make a run of a published model; 0."""
+    """Make a run of a published model; return 0."""
     distributed.start(emulate=arguments.emulate)
     run_dir = import_run(arguments.path, arguments.output, overrides=arguments.overrides, base=arguments.base)
     if distributed.is_main_process():
@@ -22,25 +22,34 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint as a published folder, its adapters as a folder of PEFT, or its model as a program; 0."""
-    run_dir, output = arguments.run_dir, arguments.output
-    unused, made = ("batch",), "a published folder"
-    published = is_published(run_dir) and not is_run(Path(run_dir))
-    if arguments.to == "stablehlo":
-        unused, made = ("dtype", "max_shard_size", "merge"), "a program"
-    elif published:
-        unused, made = ("batch", "merge", "step"), "a copy of a published model"
-    for name in unused:
-        if getattr(arguments, name) not in (None, False):
-            raise ConfigError(f"--{name.replace('_', '-')} does not apply to {made}; leave it out")
+    """Write a checkpoint as a published folder, its adapters as a PEFT folder, or its model as a program; return 0."""
+    run_dir = arguments.run_dir
+    output = arguments.output
+    max_shard_size = arguments.max_shard_size or "5GB"
     distributed.start(emulate=arguments.emulate, compilation_cache=None)
-    weights = {"dtype": arguments.dtype, "max_shard_size": arguments.max_shard_size or "5GB"}
     if arguments.to == "stablehlo":
+        _refuse(arguments, ("dtype", "max_shard_size", "merge"), "a program")
         folder = export_program(run_dir, output, batch=arguments.batch, step=arguments.step)
-    elif published:
-        folder = export_folder(run_dir, output, **weights)
+    elif is_published(run_dir) and not is_run(Path(run_dir)):
+        _refuse(arguments, ("batch", "merge", "step"), "a copy of a published model")
+        folder = export_folder(run_dir, output, dtype=arguments.dtype, max_shard_size=max_shard_size)
     else:
-        folder = export_run(run_dir, output, **weights, step=arguments.step, merge=arguments.merge)
+        _refuse(arguments, ("batch",), "a published folder")
+        folder = export_run(
+            run_dir,
+            output,
+            dtype=arguments.dtype,
+            max_shard_size=max_shard_size,
+            step=arguments.step,
+            merge=arguments.merge,
+        )
     if distributed.is_main_process():
         print_text(str(folder))
     return 0
+
+
+def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], what: str) -> None:
+    """Refuse options that have no effect on what is written."""
+    for name in names:
+        if getattr(arguments, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} does not apply to {what}; leave it out")

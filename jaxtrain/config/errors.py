@@ -5,7 +5,7 @@ Works on any tree of pydantic classes, so that every group can use it.
 
 import difflib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,39 +17,26 @@ KeyPath = tuple[str, ...]
 NAMED, CALLED = "named", "called"
 _LONGEST_SHOWN = 60
 _LIMITS = ("than", "finite", "at least", "at most")
-# What people of other trainers type, whose spelling leads nowhere: groups, and last parts of keys.
+# Names that other trainers give to groups; those of keys stand beside the keys (`AlsoCalled`).
 _GROUPS = {"mesh": "parallel", "eval": "evaluation", "scheduler": "optimizer.schedule", "dataset": "data"}
-_TYPED = {
-    "optimizer.learning_rate": "lr",
-    "optimizer.clip_norm": "max_grad_norm grad_clip",
-    "optimizer.schedule.kind": "schedule",
-    "optimizer.schedule.warmup_steps": "warmup",
-    "train.global_batch_size": "batch batch_size",
-    "train.steps": "max_steps",
-    "train.epochs": "num_epochs num_train_epochs",
-    "train.accumulation_steps": "gradient_accumulation_steps",
-    "checkpoint.every": "save_steps save_every",
-    "evaluation.every": "eval_steps eval_every",
-    "precision.policy": "bf16 dtype",
-    "remat.policy": "gradient_checkpointing",
-    "model.embed_dim": "hidden_size d_model",
-    "model.num_heads": "heads",
-    "parallel.tensor": "tp",
-    "parallel.data": "dp",
-    "parallel.pipe": "pp",
-    "data.path": "dataset",
-}
-_ALIASES = {alias: key for key, aliases in _TYPED.items() for alias in aliases.split()}
+
+
+class AlsoCalled(tuple[str, ...]):
+    """Names that other trainers give to a setting whose own name is not similar; part of its annotation."""
+
+    def __new__(cls, *names: str) -> "AlsoCalled":
+        return super().__new__(cls, names)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One setting: its dotted path, type as text, default and doc line."""
+    """One setting: its dotted path, type as text, default, doc line, and its names in other trainers."""
 
     path: str
     type: str
     default: Any
     doc: str
+    also_called: tuple[str, ...]
 
 
 def _options(annotation: Any) -> list[Any]:
@@ -115,24 +102,31 @@ def walk(group: type[BaseModel], values: Any, prefix: str = "") -> Iterator[Key]
         if not kinds or (takes_value and not isinstance(value, dict | BaseModel)):
             default = "(required)" if field.is_required() else field.default
             doc = field.description or "Which kind of group this is."
-            yield Key(f"{prefix}{name}", type_name(field.annotation), default, doc)
+            also_called = next((part for part in field.metadata if isinstance(part, AlsoCalled)), ())
+            yield Key(f"{prefix}{name}", type_name(field.annotation), default, doc, also_called)
         else:
             kind = _get(value, "kind") or getattr(field.default, "kind", None)
             chosen = kinds.get(str(kind)) or next(iter(kinds.values()))
             yield from walk(chosen, value, f"{prefix}{name}.")
 
 
-def nearest(path: str, keys: Sequence[str]) -> str | None:
+def nearest(path: str, settings: Iterable[Key]) -> str | None:
     """The key, or group of keys, that a wrong one most likely meant: the same leaf elsewhere, or similar spelling."""
     group, dot, rest = path.partition(".")
     path = _GROUPS.get(group, group) + dot + rest
+    leaf = path.rpartition(".")[2].replace("-", "_")
+    keys: list[str] = []
+    also_called: dict[str, str] = {}
+    for setting in settings:
+        keys.append(setting.path)
+        for name in setting.also_called:
+            also_called.setdefault(name, setting.path)
     groups = sorted({key.rpartition(".")[0] for key in keys} - {""})
     if path in (*keys, *groups):
         return path
+    if leaf in also_called:
+        return also_called[leaf]
     leaves = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    leaf = path.rpartition(".")[2].replace("-", "_")
-    if (alias := _ALIASES.get(leaf)) in keys:
-        return alias
     same = [key for key in keys if key.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(path, same or [*keys, *groups], 1, 0.0 if same else 0.75)
     by_leaf = difflib.get_close_matches(leaf, leaves, 1, 0.6)
@@ -227,7 +221,7 @@ def _hint(path: KeyPath, group: type[BaseModel] | None, root: type[BaseModel], v
         own = group.model_fields["kind"].default
         return f"{path[0]}.kind={own} does not have it, {path[0]}.kind={owners[0]} does"
     beside = walk(group, {}, f"{'.'.join(path[:-1])}.") if group and path[1:] else ()
-    close = nearest(".".join(path), [key.path for key in (*walk(root, values), *beside)])
+    close = nearest(".".join(path), [*walk(root, values), *beside])
     keys = (
         "'jaxtrain config NAME' lists the keys"
         if len(root.model_fields) > 9

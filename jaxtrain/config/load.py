@@ -315,7 +315,7 @@ def value_text(value: object) -> str:
 
 def nearest_key(path: str, config: Config | None = None) -> str | None:
     """Returns the key of a config (None: of the defaults) that a wrong one most likely meant."""
-    return nearest(path, [key.path for key in walk(Config, config)])
+    return nearest(path, walk(Config, config))
 
 
 def describe(loaded: Loaded) -> list[DescribedKey]:
@@ -333,6 +333,7 @@ def describe(loaded: Loaded) -> list[DescribedKey]:
             default=key.default if key.default == "(required)" else value_text(key.default),
             origin=where_set(where, tuple(key.path.split("."))),
             doc=key.doc,
+            also_called=key.also_called,
         )
         found.append((groups.index(group) if rest else -1, len(kinds) < 2, described))
     return [key for *_, key in sorted(found, key=lambda one: one[:2])]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, field_validator, model_validator
 
 from jaxtrain.config.base import Call, Count, Flags, Fraction, Group, NonNegative, Positive, PositiveInt, Ratio, kind_or
+from jaxtrain.config.errors import AlsoCalled
 from jaxtrain.config.rope import AnyRope, AttentionTemperature, Factors, LatentConfig, LocalLayers, StateSpaceConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.families.table import sizes_of
@@ -17,6 +18,8 @@ Size = dict[str, object]
 
 GATED = ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 """Activations that multiply the activated gate with a second linear layer."""
+EmbedDim = Annotated[PositiveInt, AlsoCalled("hidden_size", "d_model")]
+NumHeads = Annotated[PositiveInt, AlsoCalled("heads")]
 Attention = Literal["auto", "cudnn", "splash", "blockwise", "reference"]
 Activation = Literal["gelu", "gelu_exact", "quick_gelu", "relu", "swiglu", "geglu", "geglu_exact", "clamped_swiglu"]
 
@@ -172,9 +175,9 @@ class _Blocks(Published):
 
     num_layers: PositiveInt = 6
     """Number of identical blocks, whose parameters are stacked; of the encoder, if there is one."""
-    embed_dim: PositiveInt = 384
+    embed_dim: EmbedDim = 384
     """Width of the residual stream."""
-    num_heads: PositiveInt = 6
+    num_heads: NumHeads = 6
     """Number of query heads."""
     num_kv_heads: PositiveInt | None = None
     """Number of key and value heads (grouped-query attention); null: as many as query heads."""
@@ -476,9 +479,9 @@ class ViTConfig(Published):
     kind: Literal["vit"] = "vit"
     num_layers: PositiveInt = 12
     """Number of identical blocks, whose parameters are stacked."""
-    embed_dim: PositiveInt = 192
+    embed_dim: EmbedDim = 192
     """Width of the residual stream."""
-    num_heads: PositiveInt = 3
+    num_heads: NumHeads = 3
     """Number of attention heads."""
     mlp_dim: PositiveInt | None = None
     """Hidden width of the MLP; null: 4 x embed_dim."""
@@ -555,9 +558,9 @@ class _Tower(Group):
 
     num_layers: PositiveInt = 12
     """Number of equal blocks, whose parameters are stacked."""
-    embed_dim: PositiveInt = 512
+    embed_dim: EmbedDim = 512
     """Width of the residual stream."""
-    num_heads: PositiveInt = 8
+    num_heads: NumHeads = 8
     """Number of attention heads."""
     mlp_dim: PositiveInt | None = None
     """Hidden width of the MLP; null: 4 x embed_dim."""
@@ -581,9 +584,9 @@ class TextTower(_Tower):
 class ImageTower(_Tower):
     """The image encoder of CLIP: a vision transformer, of which the class token stands for the image."""
 
-    embed_dim: PositiveInt = 768
+    embed_dim: EmbedDim = 768
     """Width of the residual stream."""
-    num_heads: PositiveInt = 12
+    num_heads: NumHeads = 12
     """Number of attention heads."""
     patch_size: PositiveInt = 32
     """Height and width of a patch, in pixels."""

@@ -19,15 +19,16 @@ from jaxtrain.config.base import (
     SomeNames,
     kind_or,
 )
+from jaxtrain.config.errors import AlsoCalled
 from jaxtrain.errors import ConfigError
 
 
 class ScheduleConfig(Group):
     """The learning rate at each step: a linear warmup, then a decay of the chosen shape."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    kind: Annotated[Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"], AlsoCalled("schedule")] = "cosine"
     """Shape after warmup; wsd (warmup, stable, decay) holds the peak and decays linearly at the end."""
-    warmup_steps: Count = 0
+    warmup_steps: Annotated[Count, AlsoCalled("warmup")] = 0
     """Steps of linear warmup to the peak, from peak / (warmup_steps + 1) in step 0."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of the final decay (null: 10 % of the run); other kinds: step at which decay ends (null: the last)."""
@@ -46,9 +47,9 @@ def check_schedule(config: ScheduleConfig, steps: int) -> None:
 
 
 class _Update(Group):
-    """The settings that every optimizer has."""
+    """The settings that every optimizer has, one from Python too."""
 
-    clip_norm: Positive | None = 1.0
+    clip_norm: Annotated[Positive | None, AlsoCalled("max_grad_norm", "grad_clip")] = 1.0
     """Largest global norm of the gradient; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest decay of the moving average (EMA) of parameters and batch statistics, used by evaluation; null: none."""
@@ -140,7 +141,7 @@ class ParameterGroup(Group):
 class _Optimizer(_Update):
     """The settings of the optimizers that a config describes by their kind."""
 
-    learning_rate: Positive = 1e-3
+    learning_rate: Annotated[Positive, AlsoCalled("lr")] = 1e-3
     """Peak learning rate."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate changes over the steps."""

@@ -21,7 +21,7 @@ from jaxtrain.config.base import (
     named_or_called,
 )
 from jaxtrain.config.data import DataConfig, TextData
-from jaxtrain.config.errors import CALLED, NAMED
+from jaxtrain.config.errors import CALLED, NAMED, AlsoCalled
 from jaxtrain.config.model import ModelConfig, TransformerConfig
 from jaxtrain.config.optimizers import AdamWConfig, OptimizerConfig
 from jaxtrain.errors import ConfigError
@@ -62,9 +62,9 @@ class Parallelism(Group):
 
     auto: bool = False
     """Let the planner choose degrees, ZeRO and pipeline for the available devices; short form: parallel: auto."""
-    pipe: Degree = 1
+    pipe: Annotated[Degree, AlsoCalled("pp")] = 1
     """Number of pipeline stages."""
-    data: Degree = "auto"
+    data: Annotated[Degree, AlsoCalled("dp")] = "auto"
     """Replicas of the model, each with its own rows; auto: all devices that the other axes do not use."""
     fsdp: Degree = 1
     """Shards of the batch, parameters, gradients and optimizer state (ZeRO-3)."""
@@ -72,7 +72,7 @@ class Parallelism(Group):
     """Shards of the experts and of the batch."""
     context: Degree = 1
     """Shards of the sequence."""
-    tensor: Degree = 1
+    tensor: Annotated[Degree, AlsoCalled("tp")] = 1
     """Shards of the attention heads, the MLP width and the vocabulary."""
     zero: Annotated[Literal[0, 1, 2, 3], NotBool] = 0
     """ZeRO over data: 1 shards optimizer state and stored parameters, 2 also gradients, 3 also compute copies."""
@@ -93,7 +93,7 @@ class Parallelism(Group):
 class PrecisionConfig(Group):
     """Number formats of parameters and computation."""
 
-    policy: Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"] = "fp32"
+    policy: Annotated[Literal["fp32", "tf32", "bf16", "bf16_pure", "fp16", "fp8"], AlsoCalled("bf16", "dtype")] = "fp32"
     """Compute format (bf16_pure also stores bf16 parameters); fp8: bf16 with 8-bit layers (docs/precision.md)."""
 
 
@@ -115,7 +115,7 @@ class Remat(Group):
         ... )
     """
 
-    policy: Literal["none", "full", "dots", "sqrt", "names"] = "dots"
+    policy: Annotated[Literal["none", "full", "dots", "sqrt", "names"], AlsoCalled("gradient_checkpointing")] = "dots"
     """What is kept. none: all; full: block inputs; dots: matmul results; sqrt: sqrt(N) segment inputs; names: those."""
     names: Annotated[tuple[TensorName, ...], Field(strict=False)] = ()
     """Tensors that are kept on the device under policy names."""
@@ -163,13 +163,13 @@ class LossConfig(Group):
 class TrainConfig(Group):
     """The training run."""
 
-    steps: PositiveInt = 1000
+    steps: Annotated[PositiveInt, AlsoCalled("max_steps")] = 1000
     """Total number of optimizer steps; with epochs, their number follows from the data."""
-    epochs: Positive | None = None
+    epochs: Annotated[Positive | None, AlsoCalled("num_epochs", "num_train_epochs")] = None
     """Passes over the training rows, in place of steps."""
-    global_batch_size: PositiveInt = 32
+    global_batch_size: Annotated[PositiveInt, AlsoCalled("batch", "batch_size")] = 32
     """Rows per step over all devices and microbatches."""
-    accumulation_steps: PositiveInt = 1
+    accumulation_steps: Annotated[PositiveInt, AlsoCalled("gradient_accumulation_steps")] = 1
     """Microbatches per step; gradients are accumulated over them."""
     max_skipped_in_a_row: PositiveInt = 10
     """Stop (exit code 5) after this many steps in a row with non-finite gradients."""
@@ -185,13 +185,28 @@ class TrainConfig(Group):
         return self
 
 
+# What a run that is out of memory may set.
+TO_SAVE_MEMORY = (
+    "lower train.global_batch_size, or set remat.policy=full, more train.accumulation_steps, "
+    "or parallel.fsdp over more devices"
+)
+# Beginnings of the keys that an evaluation may change (the base of adapters may have moved); the others describe the
+# parameters that were trained.
+CHANGED_BY_EVALUATION = (
+    "data.",
+    "evaluation.",
+    "parallel.",
+    "train.global_batch_size",
+    "compilation_cache",
+    "model.from",
+)
 _PLACES = "use a folder, gs://bucket/name or s3://bucket/name"
 
 
 class CheckpointConfig(Group):
     """When checkpoints are saved, which are kept, and where."""
 
-    every: PositiveInt | None = 1000
+    every: Annotated[PositiveInt | None, AlsoCalled("save_steps", "save_every")] = 1000
     """Steps between saves; null: save only at the end and on a signal."""
     every_minutes: Annotated[float, Field(gt=0, le=10_080)] | None = None
     """Minutes after the last save at which to save as well; null: only by steps."""
@@ -276,7 +291,7 @@ class EarlyStopping(Group):
 class EvaluationConfig(Group):
     """Evaluation on held-out rows."""
 
-    every: PositiveInt | None = None
+    every: Annotated[PositiveInt | None, AlsoCalled("eval_steps", "eval_every")] = None
     """Steps between evaluations; null: evaluate only at the end."""
     max_batches: PositiveInt | None = None
     """Largest number of batches per evaluation, taken evenly from the held-out rows; null: all rows."""

@@ -16,7 +16,6 @@ from jaxtrain.inference.open import open_model
 # Draws for standard errors that have no formula. The harness draws 100,000 times in processes that it forks, which a
 # process with the threads of jax must not do.
 _BOOTSTRAP = 1000
-HEADER = ("task", "version", "filter", "shots", "metric", "value", "stderr", "rows")
 
 
 def evaluate_tasks(
@@ -116,8 +115,8 @@ def result_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         results: what `lm_eval.simple_evaluate` returns.
 
     Returns:
-        Rows with the entries of `HEADER`, and `higher_is_better`; an entry that the harness does not give is None.
-        `rows` are the documents that were asked.
+        Rows with `task`, `version`, `filter`, `shots`, `metric`, `value`, `stderr`, `rows` (documents that were asked)
+        and `higher_is_better`; an entry that the harness does not give is None.
     """
     rows = []
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
@@ -141,14 +140,3 @@ def result_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows as texts, in the order of `HEADER`."""
-
-    def text(value: Any) -> str:
-        if value is None:
-            return "-"
-        return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-    return [tuple(text(row[name]) for name in HEADER) for row in rows]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES, nearest_multiples
 from jaxtrain.parallel.schedules import Schedule, make_schedule
@@ -153,6 +154,18 @@ def check_rows(
             f"train.global_batch_size={rows} does not divide by {' x '.join(shown)} = "
             f"{' x '.join(map(str, shown.values()))}; {write}"
         )
+
+
+def microbatches_of(config: Config) -> int:
+    """Return the microbatches of a step of a config whose degrees are numbers: of accumulation or of a pipeline."""
+    return step_microbatches(config.parallel, int(config.parallel.pipe), config.train.accumulation_steps)
+
+
+def check_batch(config: Config, degrees: Mapping[str, int]) -> None:
+    """Raise a `ConfigError` if the batch of a config does not divide by shards and microbatches."""
+    microbatches = step_microbatches(config.parallel, degrees["pipe"], config.train.accumulation_steps)
+    name = "accumulation_steps" if degrees["pipe"] == 1 else "microbatches"
+    check_rows(config.train.global_batch_size, degrees, {name: microbatches})
 
 
 def microbatches_by_name(schedule: Schedule | None, accumulation_steps: int) -> dict[str, int]:

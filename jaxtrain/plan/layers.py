@@ -27,6 +27,7 @@ from jaxtrain.ops.attention.rules import (
     visible_pairs,
 )
 from jaxtrain.ops.experts.rows import is_one_round, multiplied_rows, round_rows
+from jaxtrain.parallel.division import microbatches_of
 from jaxtrain.plan.targets import Target
 from jaxtrain.precision.dtypes import POLICY_DTYPES
 
@@ -213,5 +214,5 @@ def in_manual_region(config: Config) -> bool:
     """
     parallel = config.parallel
     held = {"pipe", "data"} if int(parallel.pipe) > 1 else {"data"}
-    outer = int(parallel.pipe) > 1 or (int(parallel.data) > 1 and config.train.accumulation_steps > 1)
+    outer = int(parallel.pipe) > 1 or (int(parallel.data) > 1 and microbatches_of(config) > 1)
     return outer and any(int(getattr(parallel, axis)) > 1 for axis in AXES if axis not in held)

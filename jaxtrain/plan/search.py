@@ -18,10 +18,9 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import AXES, config_degrees, resolve_degrees
 from jaxtrain.metrics.format import format_gib
 from jaxtrain.models.shipped.shapes import OF_BLOCKS
-from jaxtrain.parallel.division import batch_shards
+from jaxtrain.parallel.division import batch_shards, microbatches_of
 from jaxtrain.plan.cost import with_steps
 from jaxtrain.plan.estimate import Estimate, analyse, check_can_estimate
-from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.targets import Target, this_machine
 from jaxtrain.plan.workload import RowSizes
 
@@ -217,8 +216,8 @@ def describe_layout(config: Config) -> str:
         options.append(f"zero={parallel.zero}")
     if parallel.pipe != 1:
         options.append(f"{parallel.schedule} with {microbatches_of(config)} microbatches")
-    elif config.train.accumulation_steps > 1:
-        options.append(f"accumulation={config.train.accumulation_steps}")
+    elif microbatches_of(config) > 1:
+        options.append(f"accumulation={microbatches_of(config)}")
     return ", ".join([*degrees, *options])
 
 
@@ -254,8 +253,7 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
     """
 
     def at(multiple: int) -> bool:
-        rows = multiple * least
-        return fits(config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})}))
+        return fits(with_rows(config, multiple * least))
 
     least = batch_shards({axis: int(getattr(config.parallel, axis)) for axis in AXES}) * microbatches_of(config)
     if not at(1):
@@ -269,6 +267,11 @@ def largest_batch(config: Config, fits: Callable[[Config], bool], *, most: int =
         middle = (low + high) // 2
         low, high = (middle, high) if at(middle) else (low, middle)
     return low * least
+
+
+def with_rows(config: Config, rows: int) -> Config:
+    """The config with another global batch, of so many rows."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": rows})})
 
 
 def choose_layout(loaded: Loaded, *, own_model: bool = False, sizes: RowSizes | None = None) -> Loaded:

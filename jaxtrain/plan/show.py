@@ -10,10 +10,10 @@ from typing import Any
 from jaxtrain.config.model import CalledModel
 from jaxtrain.config.optimizers import CalledOptimizer
 from jaxtrain.metrics.format import format_bytes, format_clock, format_count, format_duration
+from jaxtrain.parallel.division import microbatches_of
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.search import Found, describe_layout, why_not
 from jaxtrain.plan.state import finetuned
-from jaxtrain.plan.step import microbatches_of
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.time import StepTime, Traffic
 from jaxtrain.plan.workload import model_tensors
@@ -137,6 +137,27 @@ def search_lines(target: Target, found: Found, plans: Sequence[Estimate]) -> lis
     return [*lines, *(f"  {line}" for line in why_not(found))]
 
 
+def search_json(target: Target, found: Found) -> dict[str, Any]:
+    """Return a search in types of strict JSON, with units in the names; no time if none is known."""
+    ranking = []
+    for layout in found.ranked[:20]:
+        ranking.append(
+            {
+                "layout": describe_layout(layout.config),
+                "step_seconds": None if layout.time is None else layout.time.seconds,
+                "rows_per_second": layout.rows_per_second,
+                "memory_bytes": layout.memory.total_bytes,
+            }
+        )
+    return {
+        "target": target.name,
+        "tried": found.tried,
+        "fit": len(found.ranked),
+        "reasons": why_not(found),
+        "ranking": ranking,
+    }
+
+
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, with what it takes, what there is, and who says so."""
     needed, room, exact = estimate.peak_bytes, estimate.room_bytes, estimate.exact
@@ -186,8 +207,8 @@ def _setup(estimate: Estimate) -> dict[str, str]:
     if degrees["pipe"] > 1:
         chunks = f", {parallel.chunks or 2} chunks a stage" if parallel.schedule == "interleaved_1f1b" else ""
         rows["pipeline"] = f"{parallel.schedule}, {microbatches_of(config)} microbatches{chunks}"
-    elif config.train.accumulation_steps > 1:
-        rows["accumulation"] = f"{config.train.accumulation_steps} microbatches"
+    elif microbatches_of(config) > 1:
+        rows["accumulation"] = f"{microbatches_of(config)} microbatches"
     named = f": {', '.join(remat.names)}" if remat.policy == "names" else ""
     offloaded = [*remat.offload, *(["optimizer state"] if config.optimizer.offload else [])]
     rows["remat"] = f"{remat.policy}{named}" + (f"; on the host: {', '.join(offloaded)}" if offloaded else "")

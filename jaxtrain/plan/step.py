@@ -20,16 +20,15 @@ from jaxtrain.metrics.flops import lowest_trained_block
 from jaxtrain.models.shipped.shapes import Stack, Structure
 from jaxtrain.parallel.division import (
     batch_shards,
+    check_batch,
     check_model_axes,
-    check_rows,
     check_sequence,
     check_task_stages,
     check_whole_batch,
     check_zero,
-    microbatches_by_name,
+    microbatches_of,
     pipeline_schedule,
     sequence_axes,
-    step_microbatches,
 )
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.plan.layers import AttentionWork, ExpertWork, expert_work, stack_attention
@@ -130,7 +129,7 @@ def device_step(config: Config, target: Target, workload: Workload) -> DeviceSte
     degrees: dict[str, int] = {axis: getattr(config.parallel, axis) for axis in AXES}
     schedule = _schedule(config, degrees)
     # What most layouts of a search are refused for comes before what takes longer.
-    check_rows(config.train.global_batch_size, degrees, microbatches_by_name(schedule, config.train.accumulation_steps))
+    check_batch(config, degrees)
     stored = finetuned(config, model_tensors(config.model, workload))
     structure = model_structure(config.model, workload)
     attention = stack_attention(config, target, structure)
@@ -153,11 +152,6 @@ def device_step(config: Config, target: Target, workload: Workload) -> DeviceSte
     return DeviceStep(
         config, workload, degrees, microbatches, rows, structure, stored, attention, experts, schedule, placed
     )
-
-
-def microbatches_of(config: Config) -> int:
-    """Microbatches of a step, of accumulation or of a pipeline."""
-    return step_microbatches(config.parallel, int(config.parallel.pipe), config.train.accumulation_steps)
 
 
 def _schedule(config: Config, degrees: dict[str, int]) -> Schedule | None:

@@ -6,6 +6,7 @@ to, so that a JobSet with two replicas would be two clusters that train beside e
 
 import hashlib
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -327,13 +328,8 @@ def _container_security(run: KubernetesRun) -> Manifest:
     return {"securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
 
 
-def manifests_text(objects: Sequence[Manifest], *, header: Sequence[str]) -> str:
-    """The text of a YAML file with several objects.
-
-    Args:
-        objects: in the order in which they are created.
-        header: lines of a comment at the top.
-    """
+def manifests_text(run: KubernetesRun, *, jobset: bool) -> str:
+    """Return the text of a YAML file with the objects of a run, and how to start and stop it."""
     import yaml
 
     class Writer(yaml.SafeDumper):
@@ -350,7 +346,22 @@ def manifests_text(objects: Sequence[Manifest], *, header: Sequence[str]) -> str
         return writer.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Writer.add_representer(str, text)
-    body = yaml.dump_all(objects, Dumper=Writer, sort_keys=False, width=10_000, explicit_start=True, allow_unicode=True)
+    body = yaml.dump_all(
+        manifests(run, jobset=jobset),
+        Dumper=Writer,
+        sort_keys=False,
+        width=10_000,
+        explicit_start=True,
+        allow_unicode=True,
+    )
+    kind = "jobset" if jobset else "job"
+    header = (
+        f"jaxtrain {shlex.join(run.words)}, on {run.hosts} host{'s' if run.hosts > 1 else ''}",
+        "To start it:  kubectl apply -f FILE",
+        # By default kubectl returns before the pods have ended.
+        f"To stop it (it saves first):  kubectl delete {kind} {run.name} -n {run.namespace} --cascade=foreground",
+        f"What process 0 prints:  kubectl logs -f -n {run.namespace} -l app.kubernetes.io/instance={run.name}",
+    )
     return "".join(f"# {' '.join(line.splitlines())}\n" for line in header) + body
 
 

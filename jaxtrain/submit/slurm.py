@@ -67,20 +67,20 @@ class SlurmJob:
     srun: Sequence[str] = ()
 
 
-def num_gpus(job: SlurmJob) -> int | None:
-    """GPUs of a node of the job, or None where it asks for none.
+def num_gpus(gpus_per_node: str | None, tasks_per_node: int) -> int | None:
+    """Return the GPUs of a node, given as `8` or `a100:8`, or None if none are asked for.
 
     Raises:
         ConfigError: the number cannot be read, or the processes of a node do not divide it.
     """
-    if job.gpus_per_node is None:
+    if gpus_per_node is None:
         return None
-    found = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", job.gpus_per_node, re.ASCII)
-    if found is None:
-        raise ConfigError(f"--gpus-per-node {job.gpus_per_node} is not a number of GPUs; write 8, or a100:8")
-    if int(found[1]) % job.tasks_per_node:
-        raise ConfigError(f"--tasks-per-node {job.tasks_per_node} does not divide the {found[1]} GPUs of a node")
-    return int(found[1])
+    match = re.fullmatch(r"(?:[\w.+-]+:)?([1-9]\d{0,3})", gpus_per_node, re.ASCII)
+    if match is None:
+        raise ConfigError(f"--gpus-per-node {gpus_per_node} is not a number of GPUs; write 8, or a100:8")
+    if int(match[1]) % tasks_per_node:
+        raise ConfigError(f"--tasks-per-node {tasks_per_node} does not divide the {match[1]} GPUs of a node")
+    return int(match[1])
 
 
 def sbatch_options(job: SlurmJob) -> list[str]:

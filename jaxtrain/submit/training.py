@@ -10,7 +10,7 @@ from jaxtrain.config.files import read_yaml, shipped_configs
 from jaxtrain.config.secrets import redacted, redacted_keys, redacted_text, redacted_words
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import config_degrees, resolve_degrees
-from jaxtrain.parallel.division import check_rows, step_microbatches
+from jaxtrain.parallel.division import check_batch
 from jaxtrain.run.directory import folder_of, run_folder
 
 # Where the pods find the file of a config.
@@ -99,12 +99,8 @@ def _checked(config: str, overrides: Sequence[str], num_devices: int | None) -> 
         if redacted_words([word]) != [word]:
             raise ConfigError(_secret(word.partition("=")[0]))
     parallel = loaded.config.parallel
-    train = loaded.config.train
     if num_devices is not None and not parallel.auto:
-        degrees = resolve_degrees(config_degrees(parallel), num_devices)
-        microbatches = step_microbatches(parallel, degrees["pipe"], train.accumulation_steps)
-        name = "accumulation_steps" if degrees["pipe"] == 1 else "microbatches"
-        check_rows(train.global_batch_size, degrees, {name: microbatches})
+        check_batch(loaded.config, resolve_degrees(config_degrees(parallel), num_devices))
     return loaded
 
 

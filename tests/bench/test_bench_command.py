@@ -64,7 +64,10 @@ def test_what_is_measured_makes_sense(tmp_path, capsys, monkeypatch, name):
 
 MISTAKES = {
     "part": (["bench", "bench_cpu", "--skip", "stop"], "--skip stop: no such part; there are"),
-    "file": (["bench", "bench_cpu", "--json", "/nowhere/b.json"], "cannot write /nowhere/b.json"),
+    "file": (
+        ["bench", "bench_cpu", "--json", "/nowhere/b.json"],
+        "--json /nowhere/b.json: No such file or directory; give a file in a folder",
+    ),
 }
 
 

@@ -85,5 +85,6 @@ def test_tasks_give_what_the_model_says(cli, text_run, folder):
     assert (found["step"], {row["rows"] for row in found["tasks"]}) == (4, {5})
     table = cli("eval", str(text_run), "--tasks", f"{where}/colours.yaml", "--limit", "2", "--shots", "1").out
     header, row = table.splitlines()
-    assert header.split() == ["task", "version", "filter", "shots", "metric", "value", "stderr", "rows"]
-    assert (row.split()[:5], row.split()[-1]) == (["colours", "1", "none", "1", "acc"], "2")
+    names = ["task", "version", "filter", "shots", "metric", "value", "stderr", "rows", "higher_is_better"]
+    assert header.split() == names
+    assert (row.split()[:5], row.split()[-2]) == (["colours", "1", "none", "1", "acc"], "2")

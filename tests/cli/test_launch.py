@@ -56,9 +56,10 @@ sys.exit(code)
 LAUNCHER = """
 import sys
 from jaxtrain.commands import launch
+from jaxtrain.commands.processes import Signals
 launch._GRACE_SECONDS = 1.0
-words = sys.argv[2:]
-sys.exit(launch.run_launch(words, num_processes=len(words) - 1, program=[sys.executable, sys.argv[1]]))
+with Signals() as signals:
+    sys.exit(launch.run_processes([sys.executable, *sys.argv[1:]], [{}] * (len(sys.argv) - 3), signals))
 """
 
 
@@ -71,7 +72,7 @@ def alive(process_id: int) -> bool:
 
 
 class Launched:
-    """`run_launch` over processes that do as they are told."""
+    """`run_processes` over processes that do as they are told."""
 
     def __init__(self, folder: Path, *what: str):
         self.folder, self.count = folder, len(what)

@@ -131,11 +131,11 @@ def test_search_ranks_and_explains(cli):
 def test_the_largest_batch(cli):
     words = ("plan", "llama3_8b", "--on", "h100x8", "--analytic", "train.accumulation_steps=1")
     answer = cli(*words, "--largest-batch")
-    (rows,) = re.findall(r"\nh100x8: the largest global batch that fits is (\d+) rows \(analytic\)\n$", answer.out)
+    (rows,) = re.findall(r"\nh100x8: the largest global batch that fits is (\d+) rows \(formulas\)\n$", answer.out)
     verdicts = [plans(cli(*words, "--json", f"train.global_batch_size={n}"))[0]["fits"] for n in (rows, int(rows) + 8)]
     assert verdicts == [True, False]
     none = cli("plan", "llama3_8b", "--on", "rtx4090", "--analytic", "parallel.fsdp=1", "--largest-batch")
-    assert none.out.endswith("\nrtx4090: not even the smallest batch fits (analytic)\n")
+    assert none.out.endswith("\nrtx4090: not even the smallest batch fits (formulas)\n")
 
 
 def test_advice_is_shown_where_it_does_not_fit(cli):
@@ -158,7 +158,7 @@ def test_the_written_config_plans_the_same(cli, tmp_path, words):
     path = tmp_path / "planned.yaml"
     first = cli("plan", "quickstart", *words, "--analytic", "--json", "--config", str(path))
     assert first.code == 0
-    assert first.err.endswith(f"wrote {path}: jaxtrain train {path}\n")
+    assert first.err.endswith(f"wrote {path}\ntrain it: jaxtrain train {path}\n")
     planned = json.loads(first.out)["plans"][0]
     loaded = load_config(path)
     if "--tokens" in words:  # 977 of the 800 steps of the config

@@ -52,6 +52,8 @@ def trials(tmp_path, monkeypatch):
 def test_combinations_are_in_the_order_of_the_words():
     found = all_trials(["seed=0,1", "train.steps=10", "model.dropout=0.0,0.1"])
     assert found == [[f"seed={s}", "train.steps=10", f"model.dropout={d}"] for s in "01" for d in ("0.0", "0.1")]
+    groups = 'optimizer.groups=[{"match": ["a", "b"]}]'
+    assert all_trials([groups, 'name="a,b",c']) == [[groups, 'name="a,b"'], [groups, "name=c"]]
 
 
 @pytest.mark.parametrize(

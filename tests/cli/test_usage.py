@@ -16,8 +16,12 @@ LLAMA = Path(__file__).resolve().parents[1] / "weights" / "published" / "llama"
 # id: (words, exit code, pattern of the line)
 USAGE = {
     "unknown command": ("trian", 2, r"no command 'trian', did you mean 'train'\?"),
-    "group alone": ("data", 2, r"jaxtrain data: no command, it has prepare and show"),
-    "missing config": ("train", 2, r"jaxtrain train: CONFIG is missing; see 'jaxtrain train --help'"),
+    "group alone": ("data", 2, r"jaxtrain data: its commands are data prepare, data show; see"),
+    "missing config": (
+        "train",
+        2,
+        r"jaxtrain train: the following arguments are required: CONFIG; see 'jaxtrain train --help'",
+    ),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
     "key of another trainer as an option": ("train quickstart --lr 1", 2, r"as optimizer\.learning_rate=VALUE"),
     "no devices": ("train quickstart --emulate 0", 2, r"--emulate: '0' is not a whole number from 1 to"),
@@ -47,7 +51,7 @@ USAGE = {
     ),
     "launching a script": ("launch --processes 2 -- ./my.py", 2, r"my\.py' is not a program.*write: python .*my"),
     "sweeping a wrong key": ("sweep quickstart train.stepps=1,2", 2, r"train\.stepps"),
-    "sweeping nothing": ("sweep quickstart", 2, r"key=value is missing"),
+    "sweeping nothing": ("sweep quickstart", 2, r"arguments are required: key=value;"),
     "one store for all trials": (
         "sweep quickstart seed=1,2 checkpoint.directory=gs://bucket/x",
         2,

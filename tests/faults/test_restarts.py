@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.commands.launch import how_ended
+from jaxtrain.commands.processes import how_ended
 from jaxtrain.run.supervise import is_restarted, supervise
 
 KILLED = 128 + signal.SIGKILL

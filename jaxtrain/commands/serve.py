@@ -1,0 +1,54 @@
+"""`jaxtrain serve`: answers requests to a model over HTTP, as OpenAI's API does."""
+
+import argparse
+import importlib.util
+import time
+
+from jaxtrain.commands.shared import print_text
+from jaxtrain.errors import ConfigError
+from jaxtrain.inference.open import open_served
+from jaxtrain.runtime import distributed
+from jaxtrain.runtime.terminal import print_remark
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve a model until SIGTERM or Ctrl-C; requests that run then are finished; return 0.
+
+    Standard output gets one line, with the address, when requests are answered; nothing is compiled after it.
+    """
+    missing = [package for package in ("starlette", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install '.[serve]'")
+    from jaxtrain.inference.server.app import build_app
+    from jaxtrain.inference.server.serve import address_of, bind, listen, read_api_key, serve_app, start_service
+
+    key = read_api_key(arguments.api_key_file)
+    with bind(arguments.host, arguments.port, has_key=key is not None) as socket:
+        began = time.monotonic()
+        distributed.start(emulate=arguments.emulate)
+        served = open_served(
+            arguments.path,
+            adapter=arguments.adapter,
+            quantize=arguments.quantize,
+            step=arguments.step,
+            overrides=arguments.overrides,
+            name=arguments.name,
+        )
+        service = start_service(
+            served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
+        )
+        listen(socket)
+        address = address_of(socket)
+        slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
+        print_remark(repr(served.sharded_model))
+        print_remark(f"model {served.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
+        print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
+        try:
+            serve_app(
+                build_app(service, host=arguments.host),
+                socket,
+                when_ready=lambda: print_text(f"ready: {address}", flush=True),
+            )
+        finally:
+            service.engine.close()
+    return 0
