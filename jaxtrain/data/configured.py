@@ -1,11 +1,15 @@
 """The data that a whole config describes, its batches of training, and the settings that only the data decides."""
 
 import math
+from typing import Any
 
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.data import Batches, Data, open_data
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
+
+# Entries of `stream_of` that come from the config; the others describe the data.
+BATCH_KEYS = ("seed", "global_batch_size")
 
 
 def open_run_data(config: Config) -> Data:
@@ -26,6 +30,11 @@ def training_batches(config: Config, data: Data) -> Batches | BatchStream:
         return data.train
     size = config.train.global_batch_size
     return Batches(data.train, size, seed=config.seed, shuffle=True, workers=reading_threads(config))
+
+
+def stream_of(config: Config, data: Data) -> dict[str, Any]:
+    """Return what decides which rows batch k holds: the fingerprint of the data, and `BATCH_KEYS`."""
+    return {**data.fingerprint, "seed": config.seed, "global_batch_size": config.train.global_batch_size}
 
 
 def with_counted_steps(config: Config, data: Data) -> Config:

@@ -219,14 +219,21 @@ def _mean(total: Any, weight: Any) -> Any:
     return float(mean) if mean.ndim == 0 else mean
 
 
-def held_out_batches(config: Config, rows: grain.MapDataset, *, size: int, max_batches: int | None) -> Batches:
-    """Batches of `size` held-out rows, which are spread over all of them where not all are evaluated.
+def held_out_batches(
+    config: Config, rows: grain.MapDataset, *, size: int | None = None, max_batches: int | None
+) -> Batches:
+    """Return batches of held-out rows.
 
-    `max_batches` counts batches of the run, which those that divide by another mesh may be larger than; None: all rows.
+    Args:
+        config: of the run.
+        rows: the held-out rows.
+        size: rows of a batch; None: as in the run. It may be larger to divide by another mesh.
+        max_batches: how many batches of the run are evaluated, spread over all rows; None: all rows.
     """
-    most = None if max_batches is None else max_batches * config.train.global_batch_size
-    rows = evaluated_rows(rows, most)
-    return Batches(rows, size, seed=config.seed, shuffle=False, workers=reading_threads(config))
+    run_size = config.train.global_batch_size
+    max_rows = None if max_batches is None else max_batches * run_size
+    rows = evaluated_rows(rows, max_rows)
+    return Batches(rows, size or run_size, seed=config.seed, shuffle=False, workers=reading_threads(config))
 
 
 def evaluate_batches(evaluator: Evaluator, state: EvaluationState, batches: Batches) -> Means:

@@ -10,7 +10,7 @@ from jaxtrain.config.base import Call
 from jaxtrain.config.kinds import check_kinds, check_sizes
 from jaxtrain.config.schema import Config
 from jaxtrain.data import Batches, Data
-from jaxtrain.data.configured import training_batches, with_counted_steps
+from jaxtrain.data.configured import stream_of, training_batches, with_counted_steps
 from jaxtrain.data.stream import BatchStream
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import count_parameters
@@ -41,8 +41,7 @@ class Run:
     @property
     def stream(self) -> dict[str, Any]:
         """What decides which rows batch k holds; a checkpoint of another stream is refused."""
-        config = self.config
-        return {**self.data.fingerprint, "seed": config.seed, "global_batch_size": config.train.global_batch_size}
+        return stream_of(self.config, self.data)
 
 
 def assemble(spec: RunSpec, data: Data) -> Run:

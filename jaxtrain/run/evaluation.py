@@ -34,8 +34,7 @@ class HeldOut:
         rows = self._run.data.validation
         assert rows is not None
         config = self._run.config
-        size = config.train.global_batch_size
-        batches = held_out_batches(config, rows, size=size, max_batches=config.evaluation.max_batches)
+        batches = held_out_batches(config, rows, max_batches=config.evaluation.max_batches)
         loaded = prefetch(self._run.step.loader(batches), 0, len(batches), depth=1)
         try:
             self.metrics = flat_scalars(self._evaluator(state, feed(loaded)))

@@ -13,6 +13,7 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.storage import from_process_0
 from jaxtrain.config.files import recorded_parts
 from jaxtrain.config.secrets import redacted
+from jaxtrain.data.configured import BATCH_KEYS
 from jaxtrain.errors import CheckpointError, ConfigError, DataError
 from jaxtrain.metrics.history import flat
 from jaxtrain.run.assemble import Run
@@ -56,8 +57,6 @@ _MAY_GROW = (*MAY_CHANGE, "train.steps")
 # Evaluations before and after a change of these cannot be compared, as early stopping and `keep_best` do.
 _COMPARED = ("evaluation.max_batches", "task", "loss.label_smoothing", "loss.beta")
 _COMPARED_BY_EARLY_STOPPING = ("evaluation.early_stopping.metric", "evaluation.early_stopping.mode")
-# Keys of the stream of batches that come from the config; the others describe the data.
-_BATCH_KEYS = ("seed", "global_batch_size")
 # Parts from Python that a run must be given again when it resumes. Other data is noticed by its content.
 _GIVEN_AGAIN = ("model", "task", "optimizer")
 
@@ -191,12 +190,12 @@ def check_stream(saved: Mapping[str, Any], current: Mapping[str, Any], *, run_di
     """Raise an error if a resumed run would train batch k on other rows, or evaluate other rows."""
     before = flat(saved)
     after = flat(current)
-    for key in (*_BATCH_KEYS, *sorted(before.keys() | after.keys())):
+    for key in (*BATCH_KEYS, *sorted(before.keys() | after.keys())):
         old = before.get(key)
         new = after.get(key)
         if old == new:
             continue
-        if key in _BATCH_KEYS:
+        if key in BATCH_KEYS:
             raise ConfigError(
                 f"{run_dir} holds a run with another configuration: {key} {old} -> {new}, which no resume changes; "
                 f"{_SET_BACK}"

@@ -50,8 +50,8 @@ def run_config(
             there is a checkpoint; never starts anew.
         emulate: pretend to have this many CPU devices.
         model, task, data: your own instead of the config's.
-        optimizer: any optax transformation instead of the config's, whose `clip_norm`, `ema_decay`, `freeze` and
-            `offload` still hold. A run that goes on needs it again.
+        optimizer: any optax transformation instead of the config's. Clipping, moving average, frozen parameters and
+            offload of the config still hold. A run that goes on needs it again.
         learning_rate: the rate of `optimizer` that metrics and report show, a number or a schedule; None: none.
         callbacks: `Callback` and `EarlyStopping`, called between the steps.
         progress: where phases and progress are shown; None: on standard error.
