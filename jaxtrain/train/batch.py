@@ -17,7 +17,7 @@ from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import RENAME, CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
-from jaxtrain.runtime.tree import check_bits
+from jaxtrain.runtime.tree import check_bits, paths_of
 
 
 class BatchSource(Protocol):
@@ -80,7 +80,8 @@ class BatchFeed:
         limits = self._limits(spec)
 
         def load(k: int) -> dict[str, Any]:
-            return batches.load(k, shardings, check=functools.partial(check_ids, limits=limits, where=f"batch {k}"))
+            check = functools.partial(check_ids, limits=limits, where=f"batch {k}")
+            return batches.load(k, shardings, check=check)
 
         return load
 
@@ -127,10 +128,12 @@ def batch_shardings(
         if leaf.ndim == 0:
             return NamedSharding(mesh, PartitionSpec())
         check_rows(leaf.shape[0], mesh.shape, microbatches, layout.rules["batch"])
-        names = batch_axes.get(path_name(path[:1]), ("batch",))
+        entry = path_name(path[:1])
+        names = batch_axes.get(entry, ("batch",))
         names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
         if "sequence" in names:
-            check_sequence(leaf.shape[names.index("sequence")], mesh.shape, layout.rules["residual_sequence"])
+            length = leaf.shape[names.index("sequence")]
+            check_sequence(length, mesh.shape, layout.rules["residual_sequence"])
         return NamedSharding(mesh, logical_spec(names, layout))
 
     return jax.tree_util.tree_map_with_path(sharding, dict(batch))
@@ -189,9 +192,9 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
     Raises:
         DataError: ids that the model does not have, or integers that jax would truncate to 32 bits.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(batch)):
+    for name, leaf in paths_of(dict(batch)).items():
         if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            check_bits(leaf, f"{where} holds {path_name(path)}")
+            check_bits(leaf, f"{where} holds {name}")
     for name, limit in limits.items():
         ids = batch.get(name)
         if isinstance(ids, Mapping):
@@ -217,5 +220,6 @@ def _counts(targets: np.ndarray, weights: Any) -> np.ndarray:
     """Return which targets a loss counts: bool, of the shape of the targets."""
     counts = targets != IGNORED
     if isinstance(weights, np.ndarray) and weights.shape == targets.shape[: weights.ndim]:
-        counts &= weights.reshape(*weights.shape, *[1] * (targets.ndim - weights.ndim)) != 0
+        other_dims = range(weights.ndim, targets.ndim)
+        counts &= np.expand_dims(weights, tuple(other_dims)) != 0
     return counts

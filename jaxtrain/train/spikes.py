@@ -37,26 +37,27 @@ class SpikeHistory:
     def after(self, loss: jax.Array, grad_norm: jax.Array, *, accepted: jax.Array, spiked: jax.Array) -> "SpikeHistory":
         """Return the history after a step, which was accepted, a spike, or neither (bool [])."""
         index = self.accepted % self.losses.size
-
-        def put(values: jax.Array, value: jax.Array) -> jax.Array:
-            return values.at[index].set(jnp.where(accepted, value.astype(jnp.float32), values[index]))
-
+        loss = jnp.where(accepted, loss.astype(jnp.float32), self.losses[index])
+        grad_norm = jnp.where(accepted, grad_norm.astype(jnp.float32), self.grad_norms[index])
         return SpikeHistory(
-            losses=put(self.losses, loss),
-            grad_norms=put(self.grad_norms, grad_norm),
+            losses=self.losses.at[index].set(loss),
+            grad_norms=self.grad_norms.at[index].set(grad_norm),
             accepted=self.accepted + accepted.astype(jnp.int32),
             spikes=self.spikes + spiked.astype(jnp.int32),
         )
 
     def _is_above(self, value: jax.Array, values: jax.Array, rule: SpikeRule) -> jax.Array:
         is_filled = jnp.arange(values.size) < self.accepted
-        count = jnp.maximum(jnp.minimum(self.accepted, values.size), 2).astype(jnp.float32)
-        mean = jnp.sum(jnp.where(is_filled, values, 0)) / count
+        count = jnp.clip(self.accepted, 2, values.size)
+        count = count.astype(jnp.float32)
+        mean = jnp.sum(values, where=is_filled) / count
         # The mean is subtracted first: the difference of two large sums of squares would be rounding.
-        squares = jnp.where(is_filled, jnp.square(values - mean), 0)
-        deviation = jnp.sqrt(jnp.sum(squares) / (count - 1))
-        deviation = jnp.maximum(deviation, _SMALLEST_DEVIATION * jnp.abs(mean))
-        return value.astype(jnp.float32) > mean + rule.sigmas * deviation
+        squares = jnp.square(values - mean)
+        variance = jnp.sum(squares, where=is_filled) / (count - 1)
+        smallest = _SMALLEST_DEVIATION * jnp.abs(mean)
+        deviation = jnp.maximum(jnp.sqrt(variance), smallest)
+        value = value.astype(jnp.float32)
+        return value > mean + rule.sigmas * deviation
 
 
 def first_history(rule: SpikeRule) -> SpikeHistory:

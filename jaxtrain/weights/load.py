@@ -76,26 +76,25 @@ def load_weights(
     else:
         target = Target(step, lambda path: False, tuple(skip))
     state = None if model_state is None else _tree_source("model_state", model_state)
-    if isinstance(source, str | os.PathLike):
-        return _load_path(source, target, state, adapter=adapter)
-    if adapter is not None:
-        raise ConfigError(f"adapter={str(adapter)!r} without its base; name the published folder or file as the source")
-    return fill(target, None if source is None else _tree_source("params", source), state)
+    return _load(source, target, state, adapter)
 
 
-def _load_path(
-    source: str | os.PathLike[str],
+def _load(
+    source: Params | str | os.PathLike[str] | None,
     target: Target,
     model_state: Source | None = None,
-    *,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Weights:
-    path = os.fspath(published_place(source, what="load_weights"))
-    if is_published(path):
+    path = None
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(published_place(source, what="load_weights"))
+    if path is not None and is_published(path):
         params, published_state = _published_sources(path, target.model, adapter)
         return fill(target, params, model_state or published_state)
     if adapter is not None:
-        raise ConfigError(f"adapter={str(adapter)!r} is for a published model, which {path} is not")
+        raise ConfigError(f"adapter={str(adapter)!r} without its base; name the published folder or file as the source")
+    if path is None:
+        return fill(target, None if source is None else _tree_source("params", source), model_state)
     checkpoint = find_checkpoint(path)
     with Checkpointer(checkpoint.directory, read_only=True) as checkpointer:
         _, weights = read_step(checkpointer, checkpoint.step, target, path=path, model_state=model_state)
@@ -266,6 +265,8 @@ def _with_base(saved: Source, record: BaseRecord, model: ShardedModel, *, run_di
     def read(abstract: Abstract) -> Mapping[str, Any]:
         arrays = dict(saved.read({name: like for name, like in abstract.items() if name in saved.leaves}))
         frozen = abstract.keys() & base.keys()
+        if not frozen:
+            return arrays
         params = restore_base(model, record, run_dir=run_dir, only=frozen.__contains__, moved_to=moved_to)
         return arrays | paths_of(params)
 
@@ -323,7 +324,7 @@ def _load_base(source: str, target: Target, run_dir: str | Path) -> Weights:
             "it back, or name where it is with model.from=PATH"
         )
     try:
-        return _load_path(source, target)
+        return _load(source, target)
     except ConfigError as error:
         raise CheckpointError(f"{source} is not the base of {run_dir}: {error}") from None
 
