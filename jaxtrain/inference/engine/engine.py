@@ -234,9 +234,9 @@ class Engine:
     """Continuous batching: requests come and go while the model gives every slot a token per step.
 
     Two programs with static shapes serve all requests: one gives each slot its next token, one reads a chunk of a
-    prompt into a slot. Both are compiled when the engine is made; no request compiles anything. The tokens of a request depend on
-    its seed and its text, not on its slot or on what other slots do: the arithmetic is the same, so that only the
-    rounding of sums may differ between a prompt that was read whole and one whose beginning was there already.
+    prompt into a slot. Both are compiled when the engine is made; no request compiles anything. The tokens of a
+    request depend on its seed and its text, not on its slot or on what other slots do: the arithmetic is the same, so
+    that only the rounding of sums may differ between a prompt that was read whole and one whose beginning was cached.
 
     Args:
         step: a sharded model (from `shard_model`) with a decoder, or a train step.
