@@ -72,7 +72,7 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     (found / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
 
     served = open_served(found)
-    reader = PromptReader(served.tokenizer, served.chat, vocab_size=258)
+    reader = PromptReader(served.tokenizer, served.chat)
     drawn, answers = random.Random(0), {}
     letters = "abcdefghijklmnopqrstuvwxyz "
     texts = ["".join(drawn.choices(letters, k=drawn.randint(1, LONGEST_PROMPT))) for _ in range(PROMPTS)]

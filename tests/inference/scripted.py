@@ -18,7 +18,7 @@ from jaxtrain.inference.server.serve import address_of, bind
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
 START, END = 256, 257
 CHAT = ChatFormat(BUILT_IN["chatml"], "chatml", {"eos_token": "<|im_end|>"}, (END,))
-READER = PromptReader(TOKENIZER, CHAT, vocab_size=TOKENIZER.vocab_size)
+READER = PromptReader(TOKENIZER, CHAT)
 LENGTH = 64
 
 

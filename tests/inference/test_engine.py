@@ -218,6 +218,13 @@ def test_after_an_update_answers_are_those_of_the_new_parameters(model, alone):
             engine.update({"embedding": params["embedding"]})
 
 
+def test_an_update_of_parameters_that_are_shared_compiles_nothing(engine, model):
+    with compiled_on(threading.current_thread().name, "jaxtrain engine") as compiled:
+        engine.update(model[1])
+        assert len(list(engine.submit(random_requests(1, seed=4)[0]))) > 0
+    assert compiled == []
+
+
 @pytest.mark.long
 def test_a_sharded_engine_gives_what_one_device_gives(model, alone):
     whole, params = model

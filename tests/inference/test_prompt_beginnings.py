@@ -50,7 +50,7 @@ def tokenizer():
 def read_everywhere(model, tokenizer, special) -> list[list[int]]:
     """The ids of one prompt as each of the doors reads it."""
     (encoded,), _ = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
-    served = PromptReader(tokenizer, None, vocab_size=258, special=special)
+    served = PromptReader(tokenizer, None, special)
     asked = task_tokens(tokenizer, special, None)
     return [encoded.tolist(), list(served.of_text("hi")), asked.contexts(["hi"])[0]]
 
@@ -86,7 +86,7 @@ def test_of_a_published_folder(model, tokenizer, tmp_path, files):
         (tmp_path / name).write_text(json.dumps(settings))
     _, special = read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="", added=True)
     assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 3
-    reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
+    reader = PromptReader(tokenizer, None, special)
     assert reader.stop_tokens == {257, 10}
     assert reader.of_text("hi", add_special_tokens=False) == tuple(tokenizer.encode("hi"))
 

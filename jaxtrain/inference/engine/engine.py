@@ -297,7 +297,7 @@ class Engine:
         )
         if isinstance(step, TrainStep):
             programs.update(params)
-        programs.warm()
+        programs.compile()
         self.error: str | None = None
         self._vocab_size = programs.vocab_size
         self._max_requests = slots + queue
@@ -409,7 +409,7 @@ class Engine:
     def _close(self, drain: bool, seconds: float | None) -> None:
         """`close`, which waits for the thread for so long; None: until it ends."""
         with self._changed:
-            self._draining = drain and (self._draining or not self._closing)
+            self._draining = drain
             self._closing = True
             self._changed.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

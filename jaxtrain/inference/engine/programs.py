@@ -5,7 +5,6 @@ Shapes: S slots, C tokens of a chunk, V vocabulary, K alternatives, R rows.
 
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,11 +229,13 @@ class Programs:
             # Nor gather what ZeRO 1 and 2 shard over `data`.
             with sharded_model.context():
                 self.params = jax.jit(hold_parameters)(self.params)
-        one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+        def logits_of(params: Params) -> jax.Array:
+            one_11 = jnp.zeros((1, 1), jnp.int32)
+            return decoder.decode(params, one_11, one_11, decoder.init_cache(1, length, dtype))[0]
+
         with sharded_model.context():
-            one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
-            logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
-        self.vocab_size = logits.shape[-1]
+            self.vocab_size = jax.eval_shape(logits_of, self.params).shape[-1]
 
         def begin() -> SlotState:
             counts_SV = constrain(jnp.zeros((slots, self.vocab_size), jnp.int32), "batch", None)
@@ -242,7 +243,7 @@ class Programs:
 
         try:
             with sharded_model.context(), jax.default_device(sharded_model.mesh.devices.flat[0]):
-                self._state = jax.block_until_ready(jax.jit(begin)())
+                state = jax.block_until_ready(jax.jit(begin)())
         except jax.errors.JaxRuntimeError as error:
             arrays = jax.tree.leaves(jax.eval_shape(begin))
             size = sum(array.size * array.dtype.itemsize for array in arrays)
@@ -250,7 +251,27 @@ class Programs:
                 f"the devices have no room for the cache: {slots} slots of {length} positions take "
                 f"{size / 2**30:.1f} GiB; use fewer slots, a smaller length or cache_dtype='int8'"
             ) from error
-        self._compile(decoder)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+        # Bound to their devices from the first call on: a later call with arrays that are would compile again.
+        self._state = jax.device_put(state, placed)
+        self.params = jax.device_put(self.params, jax.tree.map(lambda leaf: leaf.sharding, self.params))
+        replicated = NamedSharding(sharded_model.mesh, PartitionSpec())
+        self._decode = jax.jit(
+            functools.partial(decode_slots, decoder=decoder),
+            donate_argnames="state",
+            out_shardings=(placed, replicated),
+            compiler_options=decoding_options(sharded_model.mesh.devices.flat[0]) or None,
+        )
+        self._prefill = jax.jit(
+            functools.partial(prefill_chunk, decoder=decoder, slot_dims=slot_dims_of(decoder)),
+            donate_argnames="state",
+            out_shardings=(placed, replicated),
+        )
+        self._begin_counts = jax.jit(begin_counts, donate_argnames="state", out_shardings=placed)
+        self._widths = [chunk]
+        if chunk >= _LONG_CHUNK:
+            # A short prompt does not pay for a whole chunk.
+            self._widths.insert(0, chunk // 4)
 
     def update(self, params: Params) -> None:
         """Take a copy of other parameters, which the compiled programs run with from then on.
@@ -267,53 +288,40 @@ class Programs:
         params = cast_floats(params, self._model.policy.compute_dtype)
         self.params = jax.device_put(params, shardings, may_alias=False)
 
-    def _compile(self, decoder: Decoder) -> None:
-        """Compile every program for what it is given: traced one after the other, compiled at the same time."""
-        mesh = self._model.mesh
-        replicated = NamedSharding(mesh, PartitionSpec())
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+    def compile(self) -> None:
+        """Compile every program by running it once.
 
-        def abstract(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), tree)
-
-        decode = jax.jit(
-            functools.partial(decode_slots, decoder=decoder),
-            donate_argnames="state",
-            out_shardings=(placed, replicated),
-            compiler_options=decoding_options(mesh.devices.flat[0]) or None,
-        )
-        prefill = jax.jit(
-            functools.partial(prefill_chunk, decoder=decoder, slot_dims=slot_dims_of(decoder)),
-            donate_argnames="state",
-            out_shardings=(placed, replicated),
-        )
-        count = jax.jit(begin_counts, donate_argnames="state", out_shardings=placed)
-        widths = [self.chunk]
-        if self.chunk >= _LONG_CHUNK:
-            # A short prompt does not pay for a whole chunk.
-            widths.insert(0, self.chunk // 4)
-        with self._model.context():
-            no_counts = (np.int32(0), np.zeros(self.vocab_size, np.int32))
-            lowered = [
-                decode.lower(self.params, self._state, *abstract(_idle_slots(self.slots))),
-                count.lower(self._state, *abstract(no_counts)),
-            ]
-            for width in widths:
-                lowered.append(prefill.lower(self.params, self._state, abstract(_idle_chunk(width))))
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxtrain compile") as pool:
-            self._decode, self._begin_counts, *prefills = pool.map(lambda program: program.compile(), lowered)
-        self._prefill = dict(zip(widths, prefills, strict=True))
+        What that writes is overwritten before any text sees it.
+        """
+        idle_S = np.full(self.slots, NOWHERE, np.int32)
+        self.decode(np.zeros(self.slots, np.int32), idle_S, greedy_rows(self.slots), wants_top=False)
+        for width in self._widths:
+            chunk = Chunk(
+                slot=np.int32(0),
+                tokens_C=np.zeros(width, np.int32),
+                begin=np.int32(0),
+                count=np.int32(width),
+                is_last=np.bool_(False),
+                row=greedy_rows(1),
+                wants_top=np.bool_(False),
+            )
+            jax.block_until_ready(self.prefill(chunk))
+        self.begin_counts(0, [0])
 
     def decode(self, tokens_S: np.ndarray, positions_S: np.ndarray, rows: RowSampling, *, wants_top: bool) -> Chosen:
         """Run `decode_slots`, and wait for what it chose."""
-        self._state, chosen = self._decode(self.params, self._state, tokens_S, positions_S, rows, np.bool_(wants_top))
+        with self._model.context():
+            self._state, chosen = self._decode(
+                self.params, self._state, tokens_S, positions_S, rows, np.bool_(wants_top)
+            )
         return jax.device_get(chosen)
 
     def prefill(self, chunk: Chunk) -> Chosen:
         """Run `prefill_chunk` with at most C tokens, not padded; what it gives is on the device still."""
-        width = next(width for width in self._prefill if width >= chunk.count)
+        width = next(width for width in self._widths if width >= chunk.count)
         padded = replace(chunk, tokens_C=np.pad(chunk.tokens_C, (0, width - chunk.count)))
-        self._state, chosen = self._prefill[width](self.params, self._state, padded)
+        with self._model.context():
+            self._state, chosen = self._prefill(self.params, self._state, padded)
         return chosen
 
     def begin_counts(self, slot: int, prompt: Sequence[int]) -> None:
@@ -321,36 +329,7 @@ class Programs:
         prompt_counts_V = np.bincount(prompt, minlength=self.vocab_size).astype(np.int32)
         self._state = self._begin_counts(self._state, np.int32(slot), prompt_counts_V)
 
-    def warm(self) -> None:
-        """Run every program once, so that no request pays for what a first run sets up.
-
-        What that writes is overwritten before any text sees it.
-        """
-        tokens_S, positions_S, rows, _ = _idle_slots(self.slots)
-        self.decode(tokens_S, positions_S, rows, wants_top=False)
-        for width in self._prefill:
-            jax.block_until_ready(self.prefill(_idle_chunk(width)))
-        self.begin_counts(0, [0])
-
 
 def greedy_rows(count: int) -> RowSampling:
     """Return the settings of rows that take the likeliest token."""
     return row_sampling([Sampling(temperature=0)] * count, [0] * count)
-
-
-def _idle_slots(slots: int) -> tuple[np.ndarray, np.ndarray, RowSampling, np.bool_]:
-    """Return what `decode_slots` is given where no slot has a text."""
-    return np.zeros(slots, np.int32), np.full(slots, NOWHERE, np.int32), greedy_rows(slots), np.bool_(False)
-
-
-def _idle_chunk(width: int) -> Chunk:
-    """Return a chunk of a prompt that nobody asked about."""
-    return Chunk(
-        slot=np.int32(0),
-        tokens_C=np.zeros(width, np.int32),
-        begin=np.int32(0),
-        count=np.int32(width),
-        is_last=np.bool_(False),
-        row=greedy_rows(1),
-        wants_top=np.bool_(False),
-    )

@@ -235,10 +235,10 @@ class _Endpoints:
             return _EventStream(_events(answer, running), running.cancel)
         leaving = asyncio.create_task(_cancel_when_left(request.receive, running))
         try:
-            pieces: list[list[Piece]] = [[] for _ in running.choices]
+            answers = [Piece()] * len(running.choices)
             async for index, piece in running.pieces():
-                pieces[index].append(piece)
-            return JSONResponse(answer.complete(pieces, running.usage()))
+                answers[index] += piece
+            return JSONResponse(answer.complete(answers, running.usage()))
         finally:
             leaving.cancel()
             running.cancel()

@@ -168,7 +168,7 @@ class PromptReader:
     Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
 
     Attributes:
-        tokenizer, chat, vocab_size, special: of the model.
+        tokenizer, chat, special: of the model.
         stop_tokens: ids at which the model stops.
         special_tokens: text of each special token -> its id.
     """
@@ -177,13 +177,10 @@ class PromptReader:
         self,
         tokenizer: BpeTokenizer | ByteTokenizer,
         chat: ChatFormat | None,
-        *,
-        vocab_size: int,
         special: SpecialTokens = NOTHING_SPECIAL,
     ):
         self.tokenizer = tokenizer
         self.chat = chat
-        self.vocab_size = vocab_size
         self.special = special
         self.stop_tokens = frozenset(text_ends(tokenizer, special, chat))
         self.special_tokens = {tokenizer.decode([token]): token for token in tokenizer.special_ids()}
@@ -243,7 +240,7 @@ def make_call(body: CompletionBody | ChatBody, reader: PromptReader, *, length: 
         max_answers: answers that the server takes at a time.
 
     Raises:
-        RefusedError: an id is not one of the model's, a prompt leaves no room, or there are too many requests.
+        RefusedError: a prompt leaves no room, or there are too many requests.
         ConfigError: a number is out of its range.
         DataError: the template refuses the conversation.
     """
@@ -257,11 +254,6 @@ def make_call(body: CompletionBody | ChatBody, reader: PromptReader, *, length: 
         prompts = [_prompt(prompt, body, reader) for prompt in body.prompt]
         new_tokens = body.max_tokens
         top = body.logprobs
-    for prompt in prompts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= reader.vocab_size:
-            raise RefusedError(
-                400, f"{param} is empty or holds other ids; use ids from 0 to {reader.vocab_size - 1}", param=param
-            )
     longest = max(map(len, prompts))
     if new_tokens is None:
         new_tokens = max(1, length - longest)
@@ -341,6 +333,9 @@ class Piece:
     scored: tuple[Scored, ...] = ()
     finish_reason: str | None = None
 
+    def __add__(self, other: "Piece") -> "Piece":
+        return Piece(self.text + other.text, self.scored + other.scored, other.finish_reason)
+
 
 class Choice:
     """One answer as it grows: the tokens that the engine gave become pieces, until it has a reason to end."""
@@ -391,53 +386,45 @@ class Answer:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def complete(self, pieces: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Make the object of an answer that is not streamed, from the pieces of each choice."""
+    def complete(self, answers: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """Make the object of an answer that is not streamed, from the whole text of each choice."""
         choices = []
-        for index, of_choice in enumerate(pieces):
-            text = "".join(piece.text for piece in of_choice)
-            scored = tuple(token for piece in of_choice for token in piece.scored)
-            content = {"text": text}
-            if self._is_chat:
-                content = {"message": {"role": "assistant", "content": text}}
-            choices.append(self._choice(index, content, Piece(text, scored, of_choice[-1].finish_reason)))
-        return self._object("chat.completion", choices) | {"usage": usage}
+        for index, piece in enumerate(answers):
+            message = {"role": "assistant", "content": piece.text}
+            choices.append(self._choice(index, piece, message=message))
+        return self._object("chat.completion", choices, usage=usage)
 
     def first_chunk(self, index: int) -> dict[str, Any]:
         """Make what begins each choice of a streamed chat."""
-        content = {"delta": {"role": "assistant", "content": ""}}
-        return self._object("chat.completion.chunk", [self._choice(index, content, Piece())])
+        delta = {"role": "assistant", "content": ""}
+        return self._object("chat.completion.chunk", [self._choice(index, Piece(), delta=delta)])
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """Make the chunk of a piece of a choice."""
-        content = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        return self._object("chat.completion.chunk", [self._choice(index, content, piece)])
+        choice = self._choice(index, piece, delta={"content": piece.text})
+        return self._object("chat.completion.chunk", [choice])
 
     def last_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Make the chunk with the numbers of tokens at the end of a stream."""
-        return self._object("chat.completion.chunk", []) | {"usage": usage}
+        return self._object("chat.completion.chunk", [], usage=usage)
 
-    @property
-    def _is_chat(self) -> bool:
-        return isinstance(self.call.body, ChatBody)
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        prefix = "chatcmpl"
-        if not self._is_chat:
-            prefix = "cmpl"
-            kind = "text_completion"  # chunks too
+    def _object(self, chat_kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        is_chat = isinstance(self.call.body, ChatBody)
         return {
-            "id": f"{prefix}-{self.id}",
-            "object": kind,
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.id}",
+            "object": chat_kind if is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
+            **usage,
         }
 
-    def _choice(self, index: int, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece, **chat_content: Any) -> dict[str, Any]:
+        is_chat = isinstance(self.call.body, ChatBody)
+        content = chat_content if is_chat else {"text": piece.text}
         scores = None
         if piece.scored:
-            scores = self._chat_scores(piece.scored) if self._is_chat else self._scores(piece.scored)
+            scores = self._chat_scores(piece.scored) if is_chat else self._scores(piece.scored)
         return {"index": index, **content, "logprobs": scores, "finish_reason": piece.finish_reason}
 
     def _chat_scores(self, scored: Sequence[Scored]) -> dict[str, Any]:

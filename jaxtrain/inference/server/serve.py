@@ -50,7 +50,7 @@ def read_api_key(file: str | None) -> str | None:
             key = Path(file).expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError):
             key = ""
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
+    if key.split() != [key] or not key.isascii():
         raise ConfigError(
             f"{source} holds no valid key; use only letters, digits and signs, as 'openssl rand -hex 32' writes"
         )
@@ -155,11 +155,9 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     Raises:
         ConfigError: a number that does not fit the model.
     """
-    model = served.sharded_model.model
-    vocab_size = served.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
-    reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size, special=served.special)
+    reader = PromptReader(served.tokenizer, served.chat, served.special)
     if length is None:
-        decoder = decoder_of(model, has_encoder=False)
+        decoder = decoder_of(served.sharded_model.model, has_encoder=False)
         length = min(_LONGEST, decoder.max_length, decoder.short_length or _LONGEST)
     engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
     engine.start()
