@@ -4,8 +4,7 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from types import TracebackType
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import jax
@@ -35,6 +34,7 @@ _ENDING_SECONDS = 10.0
 _WORTH_KEEPING = 16
 
 
+@dataclass(eq=False)
 class Slot:
     """A row of the cache.
 
@@ -48,13 +48,12 @@ class Slot:
         order: number of the request that has the row, or had it last.
     """
 
-    def __init__(self, index: int, *, rewinds: bool):
-        self.index = index
-        self.rewinds = rewinds
-        self.ticket: Ticket | None = None
-        self.cached: list[int] = []
-        self.text: list[int] = []
-        self.order = 0
+    index: int
+    rewinds: bool
+    ticket: Ticket | None = None
+    cached: list[int] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)
+    order: int = 0
 
     @property
     def request(self) -> Request:
@@ -105,7 +104,7 @@ class Scheduler:
     def __init__(self, programs: Programs, waiting: deque[Ticket]):
         self._programs = programs
         self.waiting = waiting
-        self._slots = [Slot(index, rewinds=programs.keeps_positions) for index in range(programs.slots)]
+        self._slots = [Slot(index, programs.keeps_positions) for index in range(programs.slots)]
         self._rows = greedy_rows(programs.slots)
         self._num_admitted = 0
         self.counters = EngineCounters()
@@ -313,9 +312,7 @@ class Engine:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(drain=kind is None)
 
     def start(self) -> None:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.errors import UserError
@@ -97,10 +97,10 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
         ("GET", "/health", endpoints.health),
         ("GET", "/metrics", endpoints.metrics),
         ("GET", "/v1/models", endpoints.models),
-        ("POST", "/v1/completions", endpoints.completions),
+        ("POST", "/v1/completions", functools.partial(endpoints.write, kind=CompletionBody)),
     ]
     if service.reader.chat is not None:
-        table.append(("POST", "/v1/chat/completions", endpoints.chat))
+        table.append(("POST", "/v1/chat/completions", functools.partial(endpoints.write, kind=ChatBody)))
     routes = [Route(path, endpoints.guarded(handler, path), methods=[method]) for method, path, handler in table]
 
     def unknown(request: HttpRequest, error: Exception) -> Response:
@@ -215,13 +215,7 @@ class _Endpoints:
         }
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def completions(self, request: HttpRequest) -> Response:
-        return await self._write(request, CompletionBody)
-
-    async def chat(self, request: HttpRequest) -> Response:
-        return await self._write(request, ChatBody)
-
-    async def _write(self, request: HttpRequest, kind: type[CompletionBody | ChatBody]) -> Response:
+    async def write(self, request: HttpRequest, kind: type[CompletionBody | ChatBody]) -> Response:
         raw = await self._raw_body(request)
         # Browsers send other types for every page, and JSON to another site only after OPTIONS, which gets 405 here.
         content_type = request.headers.get("content-type", "").partition(";")[0]
@@ -232,7 +226,9 @@ class _Endpoints:
         running = _Running(self._service.engine, call, self._service.reader.tokenizer, self._text_of)
         answer = Answer(call, self._service.name)
         if call.body.stream:
-            return _EventStream(_events(answer, running), running.cancel)
+            # Proxies that collect an answer before they pass it on leave events alone that say so.
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            return StreamingResponse(_events(answer, running), media_type="text/event-stream", headers=headers)
         leaving = asyncio.create_task(_cancel_when_left(request.receive, running))
         try:
             answers = [Piece()] * len(running.choices)
@@ -281,13 +277,14 @@ async def _events(answer: Answer, running: "_Running") -> AsyncIterator[str]:
                 yield event(answer.first_chunk(index))
         async for index, piece in running.pieces():
             yield event(answer.chunk(index, piece))
+        if answer.call.body.stream_options.include_usage:
+            yield event(answer.last_chunk(running.usage()))
+        yield "data: [DONE]\n\n"
     except RefusedError as error:
         # The status was sent long ago: the stream reports the error, and ends without [DONE].
         yield event(error.to_json())
-        return
-    if answer.call.body.stream_options.include_usage:
-        yield event(answer.last_chunk(running.usage()))
-    yield "data: [DONE]\n\n"
+    finally:  # the client may have left
+        running.cancel()
 
 
 class _Running:
@@ -369,21 +366,3 @@ async def _cancel_when_left(receive: Receive, running: _Running) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     running.cancel()
-
-
-class _EventStream(StreamingResponse):
-    """Events that are sent as they come, until they end or the client leaves; `cancel` is called at the end."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], cancel: Callable[[], None]):
-        # Proxies that collect an answer before they pass it on leave events alone that say so.
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._cancel = cancel
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(ClientDisconnect):
-                await super().__call__(scope, receive, send)
-        finally:
-            self._cancel()

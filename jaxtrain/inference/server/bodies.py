@@ -5,7 +5,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -24,10 +24,11 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_erro
 _LOWEST = -9999.0
 
 
+@dataclass(eq=False)
 class RefusedError(Exception):
     """What the client asked for is not done.
 
-    Args:
+    Attributes:
         status: of HTTP.
         message: one line for people: what was sent, and what is accepted.
         param: the field of the body that is the cause; None: no single one.
@@ -35,21 +36,12 @@ class RefusedError(Exception):
         headers: that belong to the answer.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = headers
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the error object of OpenAI's interface."""
