@@ -3,7 +3,6 @@
 Shapes: B prompts, T new tokens.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -254,6 +253,10 @@ class TextStream:
             self._forget(decoded)
         return self._release(rest, is_end=True)
 
+    def text_of(self, token: int) -> str:
+        """Return the text of a token alone; U+FFFD for a part of a character."""
+        return self._continue([token])
+
     def _forget(self, decoded: str) -> None:
         """Begin anew after tokens whose text is certain."""
         self._tokens = []
@@ -278,12 +281,6 @@ class TextStream:
         num_given = len(text) - num_held
         self._held = text[num_given:]
         return text[:num_given]
-
-
-def text_of_token(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Make a function of single tokens: their text as a continuation, where a space before a word stays."""
-    decode = _continued(tokenizer)
-    return functools.lru_cache(maxsize=65_536)(lambda token: decode([token]))
 
 
 def _continued(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

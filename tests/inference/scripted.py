@@ -76,6 +76,7 @@ def service(engine: Any, **changed: Any) -> Service:
 def serving(given: Service):
     """The address of a server of a service, in a thread of its own."""
     taken = bind("127.0.0.1", 0, has_key=False)
+    taken.listen()  # clients may come before the thread runs
     config = uvicorn.Config(build_app(given), lifespan="off", log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)

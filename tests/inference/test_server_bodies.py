@@ -9,7 +9,6 @@ from scripted import CHAT, END, LENGTH, READER, TOKENIZER
 
 from jaxtrain.errors import DataError
 from jaxtrain.inference.engine.request import Emitted
-from jaxtrain.inference.generate import text_of_token
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.server.bodies import (
     Call,
@@ -169,7 +168,7 @@ def test_what_does_not_fit_is_refused():
 
 def grown(call: Call, tokens: list[int], reason: str = "length") -> tuple[list[str], str | None, list[Any]]:
     """Texts of the pieces of an answer, why it ended, and its scored tokens."""
-    choice = Choice(call, TOKENIZER, text_of_token(TOKENIZER))
+    choice = Choice(call, TOKENIZER)
     pieces = []
     for token in tokens:
         pieces.append(choice.feed(Emitted(token, -0.5, ((token, -0.5),)[: call.top or 0])))

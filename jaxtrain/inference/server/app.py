@@ -24,7 +24,6 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Ticket
-from jaxtrain.inference.generate import text_of_token
 from jaxtrain.inference.server.bodies import (
     Answer,
     Call,
@@ -150,7 +149,6 @@ class _Endpoints:
     def __init__(self, service: Service, host: str):
         self._service = service
         self._host = host
-        self._text_of = text_of_token(service.reader.tokenizer)
         self.answers: Counter[tuple[str, int]] = Counter()
 
     def guarded(self, handler: _Handler, path: str) -> _Handler:
@@ -223,7 +221,7 @@ class _Endpoints:
             raise RefusedError(415, "the body is not declared as JSON; send the header Content-Type: application/json")
         # Encoding a long prompt takes a while, in which others are answered.
         call = await asyncio.to_thread(self._read, kind, raw)
-        running = _Running(self._service.engine, call, self._service.reader.tokenizer, self._text_of)
+        running = _Running(self._service.engine, call, self._service.reader.tokenizer)
         answer = Answer(call, self._service.name)
         if call.body.stream:
             # Proxies that collect an answer before they pass it on leave events alone that say so.
@@ -294,11 +292,11 @@ class _Running:
     slots are free.
     """
 
-    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer, text_of: Callable[[int], str]):
+    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
         self._call = call
-        self.choices = [Choice(call, tokenizer, text_of) for _ in call.requests]
+        self.choices = [Choice(call, tokenizer) for _ in call.requests]
         self._tickets: list[Ticket] = []
         try:
             for index, request in enumerate(call.requests):

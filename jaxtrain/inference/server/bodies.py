@@ -4,7 +4,7 @@ import datetime
 import functools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -332,9 +332,8 @@ class Piece:
 class Choice:
     """One answer as it grows: the tokens that the engine gave become pieces, until it has a reason to end."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, text_of: Callable[[int], str]):
+    def __init__(self, call: Call, tokenizer: Tokenizer):
         self._call = call
-        self._text_of = text_of
         self._ends = call.requests[0].stop_tokens
         self._stream = TextStream(tokenizer, call.body.stop, self._ends, hidden=call.hidden)
         self.num_tokens = 0
@@ -363,10 +362,10 @@ class Choice:
         top = dict(emitted.top)
         # The chosen token is one of the likeliest, or less likely than all of them.
         top.setdefault(emitted.token, emitted.log_probability)
-        texts = tuple((self._text_of(token), max(_LOWEST, value)) for token, value in top.items())
+        texts = tuple((self._stream.text_of(token), max(_LOWEST, value)) for token, value in top.items())
         # One number per token: readers compare the chosen one with the likeliest for equality.
         log_probability = max(_LOWEST, top[emitted.token])
-        return Scored(self._text_of(emitted.token), log_probability, texts, offset)
+        return Scored(self._stream.text_of(emitted.token), log_probability, texts, offset)
 
 
 @dataclass(frozen=True)
