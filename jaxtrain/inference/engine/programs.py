@@ -252,10 +252,12 @@ class Programs:
                 f"{size / 2**30:.1f} GiB; use fewer slots, a smaller length or cache_dtype='int8'"
             ) from error
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-        # Bound to their devices from the first call on: a later call with arrays that are would compile again.
-        self._state = jax.device_put(state, placed)
-        self.params = jax.device_put(self.params, jax.tree.map(lambda leaf: leaf.sharding, self.params))
         replicated = NamedSharding(sharded_model.mesh, PartitionSpec())
+        # Bound to the mesh from the first call on: a later call with arrays that are would compile again.
+        self._state = jax.device_put(state, placed)
+        self.params = jax.tree.map(
+            lambda leaf: leaf if leaf.committed else jax.device_put(leaf, replicated), self.params
+        )
         self._decode = jax.jit(
             functools.partial(decode_slots, decoder=decoder),
             donate_argnames="state",
