@@ -205,8 +205,8 @@ def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int)
     room = room_for_new_tokens(decoder, longest)
     if longest > limit or not 1 <= new_tokens <= room:
         raise ConfigError(
-            f"new_tokens is {new_tokens} after a prompt of {longest} tokens, and the model has {limit} positions; use "
-            f"new_tokens from 1 to {max(room, 1)}, or shorten the prompt"
+            f"new_tokens={new_tokens} is below 1, or it and a prompt of {longest} tokens exceed the model's {limit} "
+            f"positions; use at most {max(room, 0)}, or shorten the prompt"
         )
     if decoder.encode is None:
         limit -= new_tokens
