@@ -114,7 +114,7 @@ def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int], rows: Sequ
     """
 
     def floats(values: Iterable[float]) -> np.ndarray:
-        return np.array(list(values), np.float32)
+        return np.fromiter(values, np.float32)
 
     if rows is None:
         rows = [0] * len(seeds)
@@ -215,11 +215,13 @@ def _restricted(scaled_SV: jax.Array, rows: RowSampling) -> jax.Array:
     """Return the logits, whose largest is 0, with -inf for every token that a row's settings exclude."""
     order_SV = _ordered_bits(scaled_SV)
     has_top_k_S = (rows.top_k > 0) & (rows.top_k < scaled_SV.shape[-1])
-    is_kept_SV = _most_likely(has_top_k_S, order_SV, jnp.ones_like(scaled_SV), rows.top_k.astype(jnp.float32))
+    ones_SV = jnp.ones_like(scaled_SV)
+    is_kept_SV = _most_likely(has_top_k_S, order_SV, ones_SV, rows.top_k.astype(jnp.float32))
     # `top_p` is of the probabilities among what `top_k` left, `min_p` of the largest one, which always stays.
     weights_SV = jnp.where(is_kept_SV, jnp.exp(scaled_SV), 0.0)
     is_kept_SV &= weights_SV >= rows.min_p[:, None]
-    is_kept_SV &= _most_likely(rows.top_p < 1, order_SV, weights_SV, rows.top_p * weights_SV.sum(axis=-1))
+    limit_S = rows.top_p * weights_SV.sum(axis=-1)
+    is_kept_SV &= _most_likely(rows.top_p < 1, order_SV, weights_SV, limit_S)
     return jnp.where(is_kept_SV, scaled_SV, -jnp.inf)
 
 

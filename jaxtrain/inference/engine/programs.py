@@ -255,9 +255,12 @@ class Programs:
         replicated = NamedSharding(sharded_model.mesh, PartitionSpec())
         # Bound to the mesh from the first call on: a later call with arrays that are would compile again.
         self._state = jax.device_put(state, placed)
-        self.params = jax.tree.map(
-            lambda leaf: leaf if leaf.committed else jax.device_put(leaf, replicated), self.params
-        )
+
+        def bound(leaf: Any) -> jax.Array:
+            is_bound = isinstance(leaf, jax.Array) and leaf.committed
+            return leaf if is_bound else jax.device_put(leaf, replicated)
+
+        self.params = jax.tree.map(bound, self.params)
         self._decode = jax.jit(
             functools.partial(decode_slots, decoder=decoder),
             donate_argnames="state",

@@ -144,9 +144,9 @@ def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
     except ValidationError as error:
         # A misspelt field before the one that is missing for it.
         first = min(error.errors(include_url=False), key=lambda mistake: mistake["type"] != "extra_forbidden")
-        path = ".".join(map(str, first["loc"]))
-        param = str(first["loc"][0]) if first["loc"] else None
-        raise RefusedError(400, f"{path or 'the body'!a:.80}: {first['msg']:.150}", param=param) from None
+        path = list(map(str, first["loc"]))
+        label = ascii(".".join(path) or "the body")
+        raise RefusedError(400, f"{label:.80}: {first['msg']:.150}", param=path[0] if path else None) from None
     if body.model != served:
         raise RefusedError(
             404, f"no model {body.model!a:.80}; this server has {served!r}", param="model", code="model_not_found"
@@ -400,10 +400,14 @@ class Answer:
         return self._object("chat.completion.chunk", [], usage=usage)
 
     def _object(self, chat_kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
-        is_chat = isinstance(self.call.body, ChatBody)
+        prefix = "cmpl"
+        kind = "text_completion"
+        if isinstance(self.call.body, ChatBody):
+            prefix = "chatcmpl"
+            kind = chat_kind
         return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.id}",
-            "object": chat_kind if is_chat else "text_completion",
+            "id": f"{prefix}-{self.id}",
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -411,12 +415,17 @@ class Answer:
         }
 
     def _choice(self, index: int, piece: Piece, **chat_content: Any) -> dict[str, Any]:
-        is_chat = isinstance(self.call.body, ChatBody)
-        content = chat_content if is_chat else {"text": piece.text}
-        scores = None
-        if piece.scored:
-            scores = self._chat_scores(piece.scored) if is_chat else self._scores(piece.scored)
-        return {"index": index, **content, "logprobs": scores, "finish_reason": piece.finish_reason}
+        content = {"text": piece.text}
+        scores_of = self._scores
+        if isinstance(self.call.body, ChatBody):
+            content = chat_content
+            scores_of = self._chat_scores
+        return {
+            "index": index,
+            **content,
+            "logprobs": scores_of(piece.scored) if piece.scored else None,
+            "finish_reason": piece.finish_reason,
+        }
 
     def _chat_scores(self, scored: Sequence[Scored]) -> dict[str, Any]:
         rows = []
