@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(f"jaxtrain serve needs {' and '.join(missing)}: pip install '.[serve]'")
     from jaxtrain.inference.server.app import build_app
-    from jaxtrain.inference.server.serve import address_of, bind, listen, read_api_key, serve_app, start_service
+    from jaxtrain.inference.server.serve import address_of, bind, read_api_key, serve_app, start_service
 
     key = read_api_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, has_key=key is not None) as socket:
@@ -37,7 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         service = start_service(
             served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
         )
-        listen(socket)
         address = address_of(socket)
         slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
         print_remark(repr(served.sharded_model))

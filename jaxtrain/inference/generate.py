@@ -3,7 +3,6 @@
 Shapes: B prompts, T new tokens.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,8 +23,6 @@ _DEFAULT_TOKENS = 200
 _REPLACEMENT = "\ufffd"
 # A character of UTF-8 lacks at most its last three bytes; a tokenizer may show each missing one by itself.
 _LONGEST_INCOMPLETE = 3
-# So many tokens without the end of a character are no text: they are given out as they are.
-_MOST_UNCERTAIN = 64
 
 
 def generate_text(
@@ -81,10 +78,21 @@ def generate_text(
         >>> texts[0].startswith("To be")
         True
     """
-    piece, rest = _PIECE if stop else None, (stop_tokens, add_special_tokens, cache_dtype)
-    writing = Writing(new_tokens, sampling, seed, stop, skip_special_tokens, piece, *rest)
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    return whole_texts(step.sharded_model if isinstance(step, TrainStep) else step, params, tokenizer, prompts, writing)
+    sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    writing = Writing(
+        new_tokens,
+        sampling,
+        seed,
+        stop,
+        skip_special_tokens=skip_special_tokens,
+        piece=_PIECE if stop else None,
+        stop_tokens=stop_tokens,
+        add_special_tokens=add_special_tokens,
+        cache_dtype=cache_dtype,
+    )
+    return whole_texts(sharded_model, params, tokenizer, prompts, writing)
 
 
 @dataclass(frozen=True)
@@ -110,11 +118,13 @@ def whole_texts(
     writing: Writing,
     chat: ChatFormat | None = None,
 ) -> list[str]:
-    """What `write_texts` gives out, joined for each text."""
-    found = [""] * len(texts)
-    for written in write_texts(sharded_model, params, tokenizer, texts, writing, chat) if len(texts) else ():
-        found[written.row] += written.text
-    return found
+    """Join what `write_texts` gives out for each text."""
+    if not texts:
+        return []
+    joined = [""] * len(texts)
+    for written in write_texts(sharded_model, params, tokenizer, texts, writing, chat):
+        joined[written.row] += written.text
+    return joined
 
 
 def write_texts(
@@ -133,28 +143,37 @@ def write_texts(
         ConfigError: as for `generate_text`, or the template fails.
         DataError: the template refuses a question.
     """
-    decoder, new_tokens = decoder_of(sharded_model.model), writing.new_tokens
+    decoder = decoder_of(sharded_model.model)
     if chat is None:
-        encoded = encode_prompts(sharded_model.model, tokenizer, texts, add_special_tokens=writing.add_special_tokens)
+        encoded, ends = encode_prompts(
+            sharded_model.model, tokenizer, texts, add_special_tokens=writing.add_special_tokens
+        )
     else:
-        encoded = encode_questions(tokenizer, chat, texts)
+        encoded, ends = encode_questions(tokenizer, chat, texts)
+    new_tokens = writing.new_tokens
     if new_tokens is None or chat is not None:
-        room = room_for_new_tokens(decoder, max(map(len, encoded.tokens)))
-        new_tokens = max(1, min(_DEFAULT_TOKENS if new_tokens is None else new_tokens, room))
-    writing = replace(writing, new_tokens=new_tokens, stop_tokens=encoded.ends | frozenset(writing.stop_tokens))
+        room = room_for_new_tokens(decoder, max(map(len, encoded)))
+        new_tokens = max(1, min(new_tokens or _DEFAULT_TOKENS, room))
+    writing = replace(writing, new_tokens=new_tokens, stop_tokens=ends.union(writing.stop_tokens))
     hidden = special_tokens(tokenizer) if writing.skip_special_tokens else ()
-    ended_B, fed, streams = np.zeros(len(texts), bool), [0] * len(texts), []
-    for row, given in enumerate(encoded.given):
+    is_continued = chat is None and decoder.encode is None
+    streams = []
+    for row, text in enumerate(texts):
         # Without a prompt before it, the text of a tokenizer that writes a space before each word has no first space.
-        streams.append(TextStream(tokenizer, writing.stop, writing.stop_tokens, hidden=hidden, begins=not given))
-        if given:
-            yield Written(row, tokenizer.decode(given))
-    for found in generation_pieces(sharded_model, params, encoded.tokens, writing, ended_B):
+        begins = not (is_continued and text)
+        streams.append(TextStream(tokenizer, writing.stop, writing.stop_tokens, hidden=hidden, begins=begins))
+        if not begins:
+            yield Written(row, text)
+    ended_B = np.zeros(len(texts), bool)
+    num_read = [0] * len(texts)
+    for generated in generation_pieces(sharded_model, params, encoded, writing, ended_B):
         for row in np.flatnonzero(~ended_B).tolist():
-            stream, count = streams[row], int(found.counts[row])
-            text = "".join(map(stream.feed, found.tokens[row, fed[row] : count].tolist()))
-            fed[row], ended_B[row] = count, stream.stopped
-            yield Written(row, text, stream.stopped)
+            count = int(generated.counts[row])
+            new_T = generated.tokens[row, num_read[row] : count]
+            text = "".join(streams[row].feed(token) for token in new_T.tolist())
+            num_read[row] = count
+            ended_B[row] = streams[row].stopped
+            yield Written(row, text, streams[row].stopped)
     for row in np.flatnonzero(~ended_B).tolist():
         yield Written(row, streams[row].finish(), ended=True)
 
@@ -193,69 +212,80 @@ class TextStream:
         hidden: Collection[int] = (),
         begins: bool = False,
     ):
-        self._stop, self._stop_tokens = tuple(stop), frozenset(stop_tokens)
+        self._stop = tuple(stop)
+        self._stop_tokens = frozenset(stop_tokens)
         self._hidden = frozenset(hidden) - self._stop_tokens
         self._continue = _continued(tokenizer)
         self._decode = tokenizer.decode if begins else self._continue
         self._tokens: list[int] = []  # those whose text is not certain
-        self._given = 0  # characters of their text that were certain
+        self._num_certain = 0  # characters of their text that were certain
         self._held = ""  # certain text that may begin a stop string
-        self.stopped, self.length = False, 0
+        self.stopped = False
+        self.length = 0
 
     def feed(self, token: int) -> str:
-        """The text that the next token makes certain; after a stop there is none."""
+        """Return the text that the next token makes certain; after a stop there is none."""
         if self.stopped or token in self._hidden:
             return ""
         if token in self._stop_tokens:
             rest = self.finish()
             self.stopped = True
             return rest
-        self._tokens.append(int(token))
+        self._tokens.append(token)
         decoded = self._decode(self._tokens)
         tail = decoded[-_LONGEST_INCOMPLETE:]
-        certain = len(decoded) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))
-        if certain == len(decoded) or len(self._tokens) > _MOST_UNCERTAIN:
-            return self._release(self._settled(decoded), is_end=False)
-        piece = decoded[self._given : certain]
-        self._given = max(self._given, certain)
+        num_incomplete = len(tail) - len(tail.rstrip(_REPLACEMENT))
+        num_certain = max(len(decoded) - num_incomplete, self._num_certain)
+        piece = decoded[self._num_certain : num_certain]
+        self._num_certain = num_certain
+        if num_incomplete == 0:
+            self._forget(decoded)
         return self._release(piece, is_end=False)
 
     def finish(self) -> str:
-        """The rest of the text, when no further token comes."""
+        """Return the rest of the text, when no further token comes."""
         if self.stopped:
             return ""
-        return self._release(self._settled(self._decode(self._tokens)) if self._tokens else "", is_end=True)
+        rest = ""
+        if self._tokens:
+            decoded = self._decode(self._tokens)
+            rest = decoded[self._num_certain :]
+            self._forget(decoded)
+        return self._release(rest, is_end=True)
 
-    def _settled(self, decoded: str) -> str:
-        """What is new of the text of the tokens, which are forgotten."""
-        piece, self._tokens, self._given = decoded[self._given :], [], 0
-        if piece:
+    def text_of(self, token: int) -> str:
+        """Return the text of a token alone; U+FFFD for a part of a character."""
+        return self._continue([token])
+
+    def _forget(self, decoded: str) -> None:
+        """Begin anew after tokens whose text is certain."""
+        self._tokens = []
+        self._num_certain = 0
+        if decoded:
             self._decode = self._continue
-        return piece
 
     def _release(self, piece: str, *, is_end: bool) -> str:
-        """Give out what is certain of the text that is held and this piece after it."""
+        """Give out the text that is held and this piece after it, but for what may begin a stop string."""
         self.length += len(piece)
         text = self._held + piece
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        sizes = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        held = 0 if is_end else max(sizes, default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def text_of_token(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """A function of single tokens: their text as a continuation, where a space before a word stays."""
-    decode = _continued(tokenizer)
-    return functools.lru_cache(maxsize=65_536)(lambda token: decode([token]))
+        starts = [text.find(stop) for stop in self._stop if stop in text]
+        if starts:
+            self.stopped = True
+            return text[: min(starts)]
+        num_held = 0
+        if not is_end:
+            for stop in self._stop:
+                for size in range(num_held + 1, len(stop)):
+                    if text.endswith(stop[:size]):
+                        num_held = size
+        num_given = len(text) - num_held
+        self._held = text[num_given:]
+        return text[:num_given]
 
 
 def _continued(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Ids -> their text as a continuation: a space before the first word stays."""
+    """Make the function from ids to their text as a continuation: a space before the first word stays."""
     # Before it, the first token of a text would lose its space in the tokenizers that write "▁word".
     anchor = [int(i) for i in tokenizer.encode("a")]
-    start = len(tokenizer.decode(anchor)) if anchor else 0
+    start = len(tokenizer.decode(anchor))
     return lambda ids: tokenizer.decode([*anchor, *ids])[start:]

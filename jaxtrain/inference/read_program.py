@@ -18,20 +18,23 @@ _OTHERS = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5
 
 
 def read_weights(file: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a safetensors file by name; no byte is read before it is used."""
+    """Return the arrays of a safetensors file by name; no byte is read before it is used."""
     content = np.memmap(file, np.uint8, "r")
     start = 8 + int(content[:8].view("<u8")[0])
-    found = {}
-    for name, entry in json.loads(bytes(content[8:start])).items():
-        if name != "__metadata__":
-            kind, (begin, end) = entry["dtype"], entry["data_offsets"]
-            dtype = jax.numpy.dtype(_OTHERS.get(kind) or _DTYPES[kind[0]] + kind[1:])
-            found[name] = np.asarray(content[start + begin : start + end]).view(dtype).reshape(entry["shape"])
-    return found
+    entries = json.loads(bytes(content[8:start]))
+    entries.pop("__metadata__", None)
+    arrays = {}
+    for name, entry in entries.items():
+        kind = entry["dtype"]
+        dtype = jax.numpy.dtype(_OTHERS.get(kind) or _DTYPES[kind[0]] + kind[1:])
+        begin, end = entry["data_offsets"]
+        raw = np.asarray(content[start + begin : start + end])
+        arrays[name] = raw.view(dtype).reshape(entry["shape"])
+    return arrays
 
 
 def load(folder: str | Path) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
-    """Returns the program as a function of named inputs; its first call for a batch size compiles it."""
+    """Return the program as a function of named inputs; its first call for a batch size compiles it."""
     program = export.deserialize(bytearray((Path(folder) / "forward.bin").read_bytes()))
     weights = jax.device_put(read_weights(Path(folder) / "weights.safetensors"))
     forward = jax.jit(program.call)

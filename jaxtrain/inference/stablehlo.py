@@ -81,31 +81,38 @@ def make_program(
 
     def forward(weights: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         tree = jax.tree.unflatten(structure, [weights[path_name(path)] for path, _ in leaves])
-        given = inputs["inputs"] if list(inputs) == ["inputs"] else dict(inputs)
+        is_array = list(inputs) == ["inputs"]
         with sharded_model.context():
-            outputs, _ = sharded_model.apply(tree["params"], tree["model_state"], given, key=None, train=False)
+            outputs, _ = sharded_model.apply(
+                tree["params"],
+                tree["model_state"],
+                inputs["inputs"] if is_array else dict(inputs),
+                key=None,
+                train=False,
+            )
         return _by_name(outputs)
 
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in weights.items()}
-
-    def exported(size: Any) -> export.Exported:
+    def export_for(size: Any) -> export.Exported:
         inputs = {name: jax.ShapeDtypeStruct((size, *row.shape), row.dtype) for name, row in rows.items()}
+        shapes = jax.tree.map(jax.typeof, weights)
         return export.export(jax.jit(forward), platforms=PLATFORMS)(shapes, inputs)
 
     reason = None
     if batch is None:
         try:
-            return Program(exported(export.symbolic_shape(BATCH)[0]), weights, None, None)
+            return Program(export_for(export.symbolic_shape(BATCH)[0]), weights, None, None)
         except Exception as error:  # shapes without a number raise whatever code that asks for one raises
-            reason, batch = first_line(error.__cause__ or error if isinstance(error, UserError) else error), 1
+            cause = error.__cause__ if isinstance(error, UserError) else None
+            reason = first_line(cause or error)
+            batch = 1
     try:
-        return Program(exported(batch), weights, batch, reason)
+        return Program(export_for(batch), weights, batch, reason)
     except Exception as error:  # jax refuses what it does not keep stable in several types
         raise ConfigError(f"{sharded_model.model.name} has no portable program: {first_line(error)}") from error
 
 
 def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -> None:
-    """Write a program; the folder appears when it is whole.
+    """Write a program; the folder appears when it is complete.
 
     Args:
         folder: which does not exist, or is empty; see `check_folder`.
@@ -115,18 +122,18 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
     Raises:
         ConfigError: the folder cannot be made.
     """
-    place = folder.resolve()  # the name of "." is that of the folder that it stands for
-    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    path = folder.resolve()  # the name of "." is that of the folder that it stands for
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
         (partial / "forward.bin").write_bytes(program.exported.serialize(vjp_order=0))
         shapes = {name: (array.shape, array.dtype) for name, array in program.weights.items()}
         write_safetensors(partial / "weights.safetensors", shapes, program.weights.items())
-        described = strict_json({**_described(program), **about})
-        text = json.dumps(described, indent=2, ensure_ascii=False, allow_nan=False)
+        description = strict_json({**_described(program), **about})
+        text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
         (partial / "program.json").write_text(text + "\n", encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("read_program.py"), partial / "read.py")
-        partial.rename(place)  # which may be an empty folder
+        partial.rename(path)  # which may be an empty folder
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
     finally:
@@ -134,40 +141,45 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
 
 
 def _described(program: Program) -> dict[str, Any]:
+    """Return what program.json says of any program."""
     exported = program.exported
     (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    return {
+    description: dict[str, Any] = {
         "inputs": _specs(inputs),
         "outputs": _specs(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
-        "rows_per_call": BATCH if program.batch is None else program.batch,
-        **({} if program.reason is None else {"rows_are_fixed_because": program.reason}),
+        "rows_per_call": program.batch or BATCH,
         "platforms": list(PLATFORMS),
         "weights": {
             "tensors": len(program.weights),
-            "bytes": sum(leaf.nbytes for leaf in program.weights.values()),
+            "bytes": sum(array.nbytes for array in program.weights.values()),
         },
         "made_with": {"jaxtrain": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
         "made_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "compatibility": _WINDOW,
         "read_by": "python read.py INPUTS.npz OUTPUTS.npz, with jax and flatbuffers",
     }
+    if program.reason is not None:
+        description["rows_are_fixed_because"] = program.reason
+    return description
 
 
 def _specs(avals: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes, in which the number of rows may be a name, and dtypes."""
-    return {
-        name: {"shape": [size if isinstance(size, int) else str(size) for size in aval.shape], "dtype": aval.dtype.name}
-        for name, aval in avals.items()
-    }
+    """Return shapes, in which the number of rows may be a name, and dtypes."""
+    specs = {}
+    for name, aval in avals.items():
+        shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
+        specs[name] = {"shape": shape, "dtype": aval.dtype.name}
+    return specs
 
 
 def _by_name(outputs: Any) -> dict[str, jax.Array]:
-    """The outputs by name, in float32 where they are floats: NumPy has no bfloat16 of its own."""
-    if isinstance(outputs, Mapping) and "logits" in outputs:
+    """Return the outputs by name, in float32 where they are floats: NumPy has no bfloat16 of its own."""
+    if not isinstance(outputs, Mapping):
+        outputs = {"outputs": outputs}
+    elif "logits" in outputs:
         outputs = {"logits": outputs["logits"]}  # what else a model with experts gives is for its loss
-    named = outputs if isinstance(outputs, Mapping) else {"outputs": outputs}
-    found = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(named)}
-    return {
-        name: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        for name, leaf in found.items()
-    }
+    named = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        named[path_name(path)] = leaf.astype(jnp.float32) if is_float else leaf
+    return named

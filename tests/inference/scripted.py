@@ -13,12 +13,12 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, OnEvent, Request, Ticket
 from jaxtrain.inference.server.app import Service, build_app
 from jaxtrain.inference.server.bodies import PromptReader
-from jaxtrain.inference.server.serve import HttpProtocol, address_of, bind, listen
+from jaxtrain.inference.server.serve import address_of, bind
 
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
 START, END = 256, 257
 CHAT = ChatFormat(BUILT_IN["chatml"], "chatml", {"eos_token": "<|im_end|>"}, (END,))
-READER = PromptReader(TOKENIZER, CHAT, vocab_size=TOKENIZER.vocab_size)
+READER = PromptReader(TOKENIZER, CHAT)
 LENGTH = 64
 
 
@@ -69,17 +69,15 @@ class ScriptedEngine:
 def service(engine: Any, **changed: Any) -> Service:
     """A service over bytes, whose bodies may have 20,000 bytes."""
     settings = {"name": "tiny", "created": 1, "reader": READER, "engine": engine, "length": LENGTH}
-    return Service(**{**settings, "most": 16, "body_bytes": 20_000, "body_seconds": 1.0, **changed})
+    return Service(**{**settings, "max_answers": 16, "body_bytes": 20_000, "body_seconds": 1.0, **changed})
 
 
 @contextmanager
 def serving(given: Service):
     """The address of a server of a service, in a thread of its own."""
     taken = bind("127.0.0.1", 0, has_key=False)
-    listen(taken)
-    config = uvicorn.Config(
-        build_app(given), http=HttpProtocol, lifespan="off", log_config=None, access_log=False, ws="none"
-    )
+    taken.listen()  # clients may come before the thread runs
+    config = uvicorn.Config(build_app(given), lifespan="off", log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
     thread.start()

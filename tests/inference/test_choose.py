@@ -16,12 +16,17 @@ RISING = [0.0, 1.0, 2.0, 3.0, 4.0]
 chosen_of = jax.jit(choose_rows)
 
 
+def no_counts(logits_SV: Any) -> dict[str, Any]:
+    """Of rows without penalties."""
+    zeros_SV = jnp.zeros(logits_SV.shape, jnp.int32)
+    return dict(prompt_counts_SV=zeros_SV, output_counts_SV=zeros_SV)
+
+
 def draws(logits: list[float], count: int = 100, **sampling: Any) -> set[int]:
     """What rows of the same logits get, each with its own seed."""
     rows = row_sampling([jt.Sampling(**sampling)] * count, range(count))
     logits_SV = jnp.tile(jnp.array(logits), (count, 1))
-    none = dict(prompt_counts_SV=None, output_counts_SV=None)
-    return set(chosen_of(logits_SV, rows, jnp.zeros(count, jnp.int32), **none).tolist())
+    return set(chosen_of(logits_SV, rows, jnp.zeros(count, jnp.int32), **no_counts(logits_SV)).tolist())
 
 
 # Probabilities of RISING are .012, .032, .086, .234 and .636.
@@ -47,8 +52,8 @@ def test_what_each_rule_leaves(logits, sampling, wanted):
 def test_the_draws_follow_the_probabilities():
     count = 4000
     rows = row_sampling([jt.Sampling(temperature=2.0)] * count, range(count))
-    none = dict(prompt_counts_SV=None, output_counts_SV=None)
-    found = chosen_of(jnp.tile(jnp.array(RISING), (count, 1)), rows, jnp.zeros(count, jnp.int32), **none)
+    logits_SV = jnp.tile(jnp.array(RISING), (count, 1))
+    found = chosen_of(logits_SV, rows, jnp.zeros(count, jnp.int32), **no_counts(logits_SV))
     wanted = np.exp(np.array(RISING) / 2) / np.exp(np.array(RISING) / 2).sum()
     # Four standard deviations of a share of 4,000 draws.
     np.testing.assert_allclose(np.bincount(found, minlength=5) / count, wanted, atol=4 * math.sqrt(0.25 / count))
@@ -57,13 +62,13 @@ def test_the_draws_follow_the_probabilities():
 def test_a_row_depends_on_neither_slot_nor_neighbours():
     kinds = [jt.Sampling(0.9), jt.Sampling(0), jt.Sampling(1.1, 3), jt.Sampling(1.0, None, 0.8), jt.Sampling(min_p=0.1)]
     logits = jax.random.normal(jax.random.key(0), (5, 300)) * 3
-    positions, none = jnp.arange(5, dtype=jnp.int32) + 7, dict(prompt_counts_SV=None, output_counts_SV=None)
-    together = chosen_of(logits, row_sampling(kinds, range(5)), positions, **none)
+    positions = jnp.arange(5, dtype=jnp.int32) + 7
+    together = chosen_of(logits, row_sampling(kinds, range(5)), positions, **no_counts(logits))
     order = np.array([3, 0, 4, 2, 1])
     rows = row_sampling([kinds[i] for i in order], order.tolist())
-    moved = chosen_of(logits[order], rows, positions[order], **none)
+    moved = chosen_of(logits[order], rows, positions[order], **no_counts(logits))
     np.testing.assert_array_equal(together[order], moved)
-    alone = chosen_of(logits[2:3], row_sampling(kinds[2:3], [2]), positions[2:3], **none)
+    alone = chosen_of(logits[2:3], row_sampling(kinds[2:3], [2]), positions[2:3], **no_counts(logits[2:3]))
     assert alone[0] == together[2]
 
 

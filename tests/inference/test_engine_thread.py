@@ -33,7 +33,7 @@ class CountingPrograms:
         self.gate.set()
         self.fails, self.keeps_positions = False, True
 
-    def warm(self) -> None:
+    def compile(self) -> None:
         pass
 
     def update(self, params: Any) -> None:
@@ -197,6 +197,23 @@ def test_an_error_of_a_caller_ends_its_own_request(engine):
         list(bad)
     assert bad.finish_reason == "failed"
     assert [one.token for one in engine.submit(request(30))] == [31, 32, 33]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (dict(tokens=()), "at least one token"),
+        (dict(tokens=(VOCABULARY,)), "ids from 0 to 999"),
+        (dict(tokens=(1,) * 64), "at most 64 together"),
+        (dict(new_tokens=0), "use 1 or more new tokens"),
+        (dict(top=21), "top from 0 to 20"),
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_served_is_one_line(engine, wrong, words):
+    engine, _ = engine
+    with pytest.raises(jt.ConfigError, match=words):
+        engine.submit(dataclasses.replace(request(), **wrong))
 
 
 LEFT_OPEN = """

@@ -48,10 +48,9 @@ def tokenizer():
 
 def read_everywhere(model, tokenizer, special) -> list[list[int]]:
     """The ids of one prompt as each of the doors reads it."""
-    encoded = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
-    assert encoded.given == [tokenizer.encode("hi").tolist()]  # the text does not show what was added
-    served = PromptReader(tokenizer, None, vocab_size=258, special=special)
-    return [encoded.tokens[0].tolist(), list(served.of_text("hi"))]
+    (encoded,), _ = encode_prompts(model, tokenizer, ["hi"], add_special_tokens=special.added)
+    served = PromptReader(tokenizer, None, special)
+    return [encoded.tolist(), list(served.of_text("hi"))]
 
 
 @pytest.mark.parametrize(("info", "added"), RUNS.values(), ids=RUNS)
@@ -85,7 +84,7 @@ def test_of_a_published_folder(model, tokenizer, tmp_path, files):
         (tmp_path / name).write_text(json.dumps(settings))
     _, special = read_texts(files_beside(tmp_path / "tokenizer.json"), tokenizer, where="", added=True)
     assert read_everywhere(model, tokenizer, special) == [[256, *tokenizer.encode("hi").tolist()]] * 2
-    reader = PromptReader(tokenizer, None, vocab_size=258, special=special)
+    reader = PromptReader(tokenizer, None, special)
     assert reader.stop_tokens == {257, 10}
     assert reader.of_text("hi", add_special_tokens=False) == tuple(tokenizer.encode("hi"))
 

@@ -9,7 +9,6 @@ import pytest
 from scripted import ScriptedEngine, service, serving
 from starlette.testclient import TestClient
 
-from jaxtrain.inference.server import serve
 from jaxtrain.inference.server.app import build_app
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -118,31 +117,12 @@ def test_a_body_that_never_ends_is_given_up(engine):
             assert half.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_headers_that_never_end_are_given_up(engine, monkeypatch):
-    """Those of the first request of a connection, and of a later one."""
-    monkeypatch.setattr(serve, "CLIENT_SECONDS", 1.0)
-    with serving(service(engine)) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=20) as first,
-            socket.create_connection((host, int(port)), timeout=20) as later,
-        ):
-            first.sendall(b"GET /health HTTP/1.1\r\nHost:")
-            later.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert later.recv(1000).startswith(b"HTTP/1.1 200")
-            later.sendall(b"GET /health HTTP/1.1\r\nHost:")
-            assert first.recv(100) == b""
-            while rest := later.recv(1000):
-                assert b"HTTP/1.1 4" not in rest  # of the first answer
-
-
 def test_health_and_metrics(address, client):
     client.completions.create(model="tiny", prompt="a", max_tokens=1)
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
     lines = httpx.get(f"{address}/metrics").text.splitlines()
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
     assert values['jaxtrain_http_answers_total{path="/v1/completions",status="200"}'] >= 1
-    assert values["jaxtrain_compiled_total"] == 0
     assert values["jaxtrain_requests_total"] >= 1
 
 

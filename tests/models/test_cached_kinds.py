@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.inference.decoding import DecodingForm, generate_ids, row_rules, start_function
+from jaxtrain.inference.decoding import Writing, generate_ids, row_rules, start_function
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.shipped import block
 from jaxtrain.models.shipped.build import build_model
@@ -97,8 +97,8 @@ def test_a_prompt_has_logits_at_its_last_position_alone():
     model, params = drawn("relative")
     shape = f"f32[2,{PROMPT},{SMALL['vocab_size']}]"
     sharded = jt.shard_model(model, mesh=jt.make_mesh(devices=jax.devices()[:1]))
-    start = start_function(model, DecodingForm(2), sharded.policy, sharded.mesh)
-    rules = row_rules([Sampling(temperature=0)] * 2, [0, 1], ())
+    start = start_function(sharded, new_tokens=2)
+    rules = row_rules(Writing(2, Sampling(temperature=0)), 2)
     program = str(jax.make_jaxpr(start)(params, tokens()[:, :PROMPT], LENGTHS, rules))
     assert shape not in program
     assert f"f32[2,1,{SMALL['vocab_size']}]" in program or f"f32[2,{SMALL['vocab_size']}]" in program

@@ -1,20 +1,19 @@
 """The engine: a thread that serves many requests with one model, what it does next, and what other threads ask it."""
 
 import atexit
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import jax
 import numpy as np
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.engine.programs import Chosen, Chunk, Programs
+from jaxtrain.inference.engine.programs import Chosen, Chunk, Programs, greedy_rows
 from jaxtrain.inference.engine.request import (
+    MOST_ALTERNATIVES,
     Emitted,
     EngineCounters,
     EngineDead,
@@ -24,63 +23,48 @@ from jaxtrain.inference.engine.request import (
     Ticket,
 )
 from jaxtrain.inference.prompts import decoder_of
-from jaxtrain.inference.sampling import Sampling, row_sampling
+from jaxtrain.inference.sampling import RowSampling, row_sampling
 from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.step import TrainStep
 
-_CLOSED = "the engine is closed; start another one"
 # What the thread gets to end in where the interpreter ends: an `on_event` that waits for the program never returns.
 _ENDING_SECONDS = 10.0
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16
 
 
-class CompileCounter:
-    """`count` is how many programs a thread compiled, or read from the cache of them, while it was watched."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @contextlib.contextmanager
-    def on_this_thread(self) -> Iterator[None]:
-        """Count what the calling thread compiles inside."""
-        thread = threading.get_ident()
-
-        def listen(event: str, duration_secs: float, **_: Any) -> None:
-            if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == thread:
-                self.count += 1
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            yield
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-
-
+@dataclass(eq=False)
 class Slot:
     """A row of the cache.
 
     Attributes:
-        ticket: whose it is; None: it is free.
+        index: of the row.
+        rewinds: whether a part of what is cached can be kept; else all of it or nothing.
+        ticket: of the request that has the row; None: it is free.
         cached: tokens whose keys and values are at positions 0, 1, ... of the row. They stay when the row becomes free,
             so that a prompt that begins with them need not be read again.
         text: prompt and answer so far.
         order: number of the request that has the row, or had it last.
-        rewinds: whether a part of what is cached can be kept; else all of it or nothing.
     """
 
-    def __init__(self, index: int, *, rewinds: bool = True):
-        self.index, self.rewinds = index, rewinds
-        self.ticket: Ticket | None = None
-        self.cached: list[int] = []
-        self.text: list[int] = []
-        self.order = 0
+    index: int
+    rewinds: bool
+    ticket: Ticket | None = None
+    cached: list[int] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)
+    order: int = 0
+
+    @property
+    def request(self) -> Request:
+        """The request that has the row."""
+        assert self.ticket is not None, "the row is free"
+        return self.ticket.request
 
     @property
     def reads(self) -> bool:
         """Whether a part of its prompt is still to be read."""
-        return self.ticket is not None and len(self.cached) < len(self.ticket.request.tokens)
+        return self.ticket is not None and len(self.cached) < len(self.request.tokens)
 
     @property
     def writes(self) -> bool:
@@ -89,18 +73,23 @@ class Slot:
 
     def take(self, ticket: Ticket, order: int) -> None:
         """Give the row to a request, and keep what its prompt begins with."""
-        tokens = ticket.request.tokens
-        kept = kept_prefix(self, tokens)
-        self.ticket, self.order, self.text = ticket, order, list(tokens)
-        self.cached, ticket.cached_tokens = self.text[:kept], kept
+        ticket.cached_tokens = kept_prefix(self, ticket.request.tokens)
+        self.ticket = ticket
+        self.order = order
+        self.text = list(ticket.request.tokens)
+        self.cached = self.text[: ticket.cached_tokens]
 
 
 def kept_prefix(slot: Slot, tokens: Sequence[int]) -> int:
     """Count the tokens of a prompt that a row has: all but the last, whose logits are needed, at most."""
-    pairs = enumerate(zip(slot.cached, tokens, strict=False))
-    shared = next((at for at, (one, other) in pairs if one != other), min(len(slot.cached), len(tokens)))
-    shared = min(shared, len(tokens) - 1)
-    return shared if slot.rewinds or shared == len(slot.cached) else 0
+    count = 0
+    for cached, token in zip(slot.cached, tokens[:-1], strict=False):
+        if cached != token:
+            break
+        count += 1
+    if slot.rewinds or count == len(slot.cached):
+        return count
+    return 0
 
 
 def slot_for(slots: Iterable[Slot], tokens: Sequence[int]) -> Slot | None:
@@ -113,16 +102,17 @@ class Scheduler:
     """The slots of an engine, and the steps that move their texts on; `waiting` are the requests for slots."""
 
     def __init__(self, programs: Programs, waiting: deque[Ticket]):
-        self._programs, self.waiting = programs, waiting
-        self._slots = [Slot(index, rewinds=programs.keeps_positions) for index in range(programs.slots)]
-        self._rows = row_sampling([Sampling(temperature=0)] * programs.slots, [0] * programs.slots)
-        self._orders = 0
+        self._programs = programs
+        self.waiting = waiting
+        self._slots = [Slot(index, programs.keeps_positions) for index in range(programs.slots)]
+        self._rows = greedy_rows(programs.slots)
+        self._num_admitted = 0
         self.counters = EngineCounters()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits or runs."""
-        return not len(self.waiting) and all(slot.ticket is None for slot in self._slots)
+        return not self.waiting and all(slot.ticket is None for slot in self._slots)
 
     def update(self, params: Params) -> None:
         """Take other parameters, between two requests: keys and values of the former ones are forgotten."""
@@ -141,8 +131,12 @@ class Scheduler:
                 self._end(ticket, ticket.cancelled)
         for slot in self._slots:
             if slot.ticket is not None and slot.ticket.cancelled is not None:
-                self._finish(slot, slot.ticket.cancelled)
-        self._admit()
+                self._free(slot, slot.ticket.cancelled)
+        while self.waiting:
+            slot = slot_for(self._slots, self.waiting[0].request.tokens)
+            if slot is None:
+                break
+            self._admit(slot, self.waiting.popleft())
         reading = [slot for slot in self._slots if slot.reads]
         if reading:
             self._read(min(reading, key=lambda slot: slot.order))
@@ -156,103 +150,92 @@ class Scheduler:
             self._end(self.waiting.popleft(), reason, error)
         for slot in self._slots:
             if slot.ticket is not None:
-                self._finish(slot, reason, error)
+                self._free(slot, reason, error)
 
-    def _count(self, **added: int) -> None:
-        """Add to counters; the record is replaced as a whole, so that other threads read numbers that fit together."""
-        now = self.counters
-        self.counters = replace(now, **{name: getattr(now, name) + number for name, number in added.items()})
-
-    def _admit(self) -> None:
-        """Give free slots to the requests that wait, in their order."""
-        while self.waiting and (slot := slot_for(self._slots, self.waiting[0].request.tokens)) is not None:
-            ticket = self.waiting.popleft()
-            request, sampling = ticket.request, ticket.request.sampling
-            self._orders += 1
-            slot.take(ticket, self._orders)
-            row = row_sampling([sampling], [request.seed], [request.row])
-            jax.tree.map(lambda rows, one, index=slot.index: rows.__setitem__(index, one[0]), self._rows, row)
-            if sampling.counts_tokens:
-                size = self._programs.vocab_size
-                counts_V = np.bincount(np.asarray(request.tokens), minlength=size).astype(np.int32)
-                self._programs.begin_counts(slot.index, counts_V)
-            self._count(slots_in_use=1, cached_tokens=ticket.cached_tokens)
+    def _admit(self, slot: Slot, ticket: Ticket) -> None:
+        """Give a free slot to a request."""
+        self._num_admitted += 1
+        slot.take(ticket, self._num_admitted)
+        self.counters.slots_in_use += 1
+        self.counters.cached_tokens += ticket.cached_tokens
+        row = _row_of(ticket.request)
+        for values, value in zip(jax.tree.leaves(self._rows), jax.tree.leaves(row), strict=True):
+            values[slot.index] = value[0]
+        if ticket.request.sampling.counts_tokens:
+            self._programs.begin_counts(slot.index, slot.text)
 
     def _read(self, slot: Slot) -> None:
         """Read the next chunk of a slot's prompt; the last one gives the first token of the answer."""
-        assert slot.ticket is not None
-        request, begin = slot.ticket.request, len(slot.cached)
-        tokens = request.tokens[begin : begin + self._programs.chunk]
-        is_last = begin + len(tokens) == len(request.tokens)
-        row = jax.tree.map(lambda rows: rows[slot.index : slot.index + 1].copy(), self._rows)
-        numbers = np.int32(slot.index), np.array(tokens, np.int32), np.int32(begin), np.int32(len(tokens))
-        chosen = self._programs.prefill(Chunk(*numbers, np.bool_(is_last), row, np.bool_(request.top > 0)))
+        begin = len(slot.cached)
+        tokens = slot.text[begin : begin + self._programs.chunk]
         slot.cached += tokens
-        if is_last:
-            self._emit(slot, _emitted(jax.device_get(chosen), 0, request.top))
+        chunk = Chunk(
+            slot=np.int32(slot.index),
+            tokens_C=np.array(tokens, np.int32),
+            begin=np.int32(begin),
+            count=np.int32(len(tokens)),
+            is_last=np.bool_(not slot.reads),
+            row=_row_of(slot.request),
+            wants_top=np.bool_(slot.request.top > 0),
+        )
+        chosen = self._programs.prefill(chunk)
+        if not slot.reads:
+            self._emit(slot, jax.device_get(chosen), 0)
 
     def _write(self, writing: list[Slot]) -> None:
         """Give every answer its next token."""
-        tokens_S = np.array([slot.text[-1] if slot.writes else 0 for slot in self._slots], np.int32)
+        tokens_S = np.zeros(len(self._slots), np.int32)
         # A row without an answer writes nothing, and its old text makes the others read no more of the cache.
-        positions_S = np.array([len(slot.cached) if slot.writes else NOWHERE for slot in self._slots], np.int32)
-        wants_top = any(slot.ticket is not None and slot.ticket.request.top > 0 for slot in writing)
+        positions_S = np.full(len(self._slots), NOWHERE, np.int32)
+        for slot in writing:
+            tokens_S[slot.index] = slot.text[-1]
+            positions_S[slot.index] = len(slot.cached)
+            slot.cached.append(slot.text[-1])
+        wants_top = any(slot.request.top > 0 for slot in writing)
         chosen = self._programs.decode(tokens_S, positions_S, self._rows, wants_top=wants_top)
         for slot in writing:
-            assert slot.ticket is not None
-            slot.cached.append(slot.text[-1])
-            self._emit(slot, _emitted(chosen, slot.index, slot.ticket.request.top))
+            self._emit(slot, chosen, slot.index)
 
-    def _emit(self, slot: Slot, emitted: Emitted) -> None:
+    def _emit(self, slot: Slot, chosen: Chosen, index: int) -> None:
         """Hand out a token of a slot's answer, which may end it."""
-        ticket = slot.ticket
-        assert ticket is not None
+        request = slot.request
+        ids = chosen.top_ids[index][: request.top].tolist()
+        log_probabilities = chosen.top_log_probabilities[index][: request.top].tolist()
+        top = tuple(zip(ids, log_probabilities, strict=True))
+        emitted = Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), top)
         slot.text.append(emitted.token)
-        self._count(generated_tokens=1)
-        try:
-            ticket.emit(emitted)
-        except Exception as failure:  # an error of the caller's function ends its own request and no other
-            return self._finish(slot, "failed", _line(failure))
-        if emitted.token in ticket.request.stop_tokens:
-            return self._finish(slot, "stop")
-        if len(slot.text) == len(ticket.request.tokens) + ticket.request.new_tokens:
-            return self._finish(slot, "length")
+        self.counters.generated_tokens += 1
+        assert slot.ticket is not None
+        slot.ticket.emit(emitted)
+        if emitted.token in request.stop_tokens:
+            self._free(slot, "stop")
+        elif len(slot.text) == len(request.tokens) + request.new_tokens:
+            self._free(slot, "length")
 
-    def _finish(self, slot: Slot, reason: str, error: str | None = None) -> None:
-        """End the request of a slot, which is free then; its keys and values stay."""
+    def _free(self, slot: Slot, reason: str, error: str | None = None) -> None:
+        """End the request of a slot; its keys and values stay."""
         ticket = slot.ticket
         assert ticket is not None
-        slot.ticket, slot.text = None, []
-        self._count(slots_in_use=-1)
+        slot.ticket = None
+        self.counters.slots_in_use -= 1
         self._end(ticket, reason, error)
 
     def _end(self, ticket: Ticket, reason: str, error: str | None = None) -> None:
-        self._count(finished=1)
-        try:
-            ticket.finish(reason, error)
-        except Exception as failure:  # of the caller's function, which must not end the others' requests
-            ticket.error = ticket.error or _line(failure)
+        self.counters.finished += 1
+        ticket.finish(reason, error)
 
 
-def _line(failure: Exception) -> str:
-    """The line for a function of the caller that failed."""
-    return f"on_event of this request raised {type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-
-
-def _emitted(chosen: Chosen, index: int, top: int) -> Emitted:
-    """One of several chosen tokens, with as many alternatives as were asked for."""
-    ids, numbers = chosen.top_ids[index][:top].tolist(), chosen.top_log_probabilities[index][:top].tolist()
-    alternatives = tuple(zip(ids, numbers, strict=True))
-    return Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), alternatives)
+def _row_of(request: Request) -> RowSampling:
+    return row_sampling([request.sampling], [request.seed], [request.row])
 
 
 class Engine:
     """Continuous batching: requests come and go while the model gives every slot a token per step.
 
     Two programs with static shapes serve all requests: one gives each slot its next token, one reads a chunk of a
-    prompt into a slot. Both are compiled by `start`; no request compiles anything. The tokens of a request depend on
-    its seed and its text, not on its slot or on what other slots do: the arithmetic is the same, so that only the
-    rounding of sums may differ between a prompt that was read whole and one whose beginning was there already.
+    prompt into a slot. Both are compiled when the engine is made; no request compiles anything. The tokens of a
+    request depend on its seed and its text, not on its slot or on what other slots do: the arithmetic is the same, so
+    that only the rounding of sums may differ between a prompt that was read whole and one whose beginning was cached.
 
     Args:
         step: a sharded model (from `shard_model`) with a decoder, or a train step.
@@ -269,7 +252,8 @@ class Engine:
         error: why the engine is dead, in one line; None: it is not.
 
     Raises:
-        ConfigError: the model cannot generate or has an encoder, or a number is out of its range.
+        ConfigError: the model cannot generate or has an encoder, a number is out of its range, or the devices have no
+            room for the cache.
 
     Example:
         >>> sharded = jt.shard_model(text_model)
@@ -292,9 +276,8 @@ class Engine:
         cache_dtype: str | None = None,
         queue: int = 256,
     ):
-        self._is_trained = isinstance(step, TrainStep)
-        self._model = step.sharded_model if isinstance(step, TrainStep) else step
-        decoder = decoder_of(self._model.model, has_encoder=False)
+        sharded_model = step.sharded_model if isinstance(step, TrainStep) else step
+        decoder = decoder_of(sharded_model.model, has_encoder=False)
         # One cache serves short and long texts, whose positions may rotate by different frequencies.
         longest = min(decoder.max_length, decoder.short_length or decoder.max_length)
         self.length = longest if length is None else length
@@ -303,48 +286,37 @@ class Engine:
                 f"length is {self.length}, slots {slots}, chunk {chunk} and queue {queue}; use a length from 2 to "
                 f"{longest}, and 1 or more of the others"
             )
-        self._slots, self._chunk, self._queue = slots, min(chunk, self.length), queue
-        self._params = params
-        self._cache_dtype = cache_dtype
-        self._waiting: deque[Ticket] = deque()
-        self._changed = threading.Condition()
-        self._accepted = 0
-        self._closing = self._draining = False
+        programs = Programs(
+            sharded_model,
+            params,
+            slots=slots,
+            length=self.length,
+            chunk=min(chunk, self.length),
+            cache_dtype=cache_dtype,
+        )
+        if isinstance(step, TrainStep):
+            programs.update(params)
+        programs.compile()
         self.error: str | None = None
-        self._compiles = CompileCounter()
-        self._scheduler: Scheduler | None = None
-        self._thread: threading.Thread | None = None
+        self._vocab_size = programs.vocab_size
+        self._max_requests = slots + queue
+        self._waiting: deque[Ticket] = deque()
+        self._scheduler = Scheduler(programs, self._waiting)
+        self._changed = threading.Condition()
+        self._num_accepted = 0
+        self._closing = False
+        self._draining = False
+        self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(drain=kind is None)
 
     def start(self) -> None:
-        """Compile the programs, run each once, and start the thread that serves requests.
-
-        Raises:
-            ConfigError: the devices have no room for the cache.
-        """
-        programs = Programs(
-            self._model,
-            self._params,
-            slots=self._slots,
-            length=self.length,
-            chunk=self._chunk,
-            cache_dtype=self._cache_dtype,
-        )
-        if self._is_trained:
-            programs.update(self._params)
-        programs.warm()
-        del self._params
-        self._vocab_size = programs.vocab_size
-        self._scheduler = Scheduler(programs, self._waiting)
-        self._thread = threading.Thread(target=self._serve, name="jaxtrain engine", daemon=True)
+        """Start the thread that serves requests."""
         self._thread.start()
         # An interpreter that ends while the thread is inside of jax would abort.
         atexit.register(self._close, False, _ENDING_SECONDS)
@@ -362,33 +334,28 @@ class Engine:
 
         Raises:
             EngineFull: all slots are taken, and as many requests wait as the queue takes.
-            EngineDead: the engine was not started or was closed, or its device failed.
-            ConfigError: the prompt and the new tokens exceed the cache, or an id is outside the vocabulary.
+            EngineDead: the engine was closed, or its device failed.
+            ConfigError: a number of the request is out of its range, the prompt and the new tokens exceed the cache, or
+                an id is outside the vocabulary.
         """
-        assert self._scheduler is not None, "call start() first"
-        if len(request.tokens) + request.new_tokens > self.length or max(request.tokens) >= self._vocab_size:
-            raise ConfigError(
-                f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: together they may have "
-                f"{self.length} tokens, of ids from 0 to {self._vocab_size - 1}"
-            )
+        self._check(request)
         ticket = Ticket(request, on_event, self._wake)
         with self._changed:
-            if self._closing:
-                raise EngineDead(self.error or _CLOSED)
+            self._check_open()
             # Until the next step a request waits whose slot is free, so that what has not ended is counted.
-            if self._accepted - self._scheduler.counters.finished >= self._slots + self._queue:
+            if self._num_unfinished() >= self._max_requests:
                 raise EngineFull(
-                    f"{self._slots + self._queue} requests are running or waiting, the engine's limit; try again later"
+                    f"{self._max_requests} requests are running or waiting, the engine's limit; try again later"
                 )
             self._waiting.append(ticket)
-            self._accepted += 1
+            self._num_accepted += 1
             self._changed.notify()
         return ticket
 
     def update(self, params: Params) -> None:
         """Go on with other parameters, as after a step of training; nothing is compiled.
 
-        It is refused while a request waits or runs, so that no answer is of both. Keys and values of the former
+        It is refused while a request waits or runs, so that no answer mixes both. Keys and values of the former
         parameters are forgotten.
 
         Args:
@@ -400,11 +367,9 @@ class Engine:
             EngineDead: the engine was closed, or its device failed.
             ConfigError: they are of another model.
         """
-        assert self._scheduler is not None, "call start() first"
         with self._changed:  # nothing is submitted meanwhile
-            if self._closing:
-                raise EngineDead(self.error or _CLOSED)
-            if self._accepted > self._scheduler.counters.finished:
+            self._check_open()
+            if self._num_unfinished():
                 raise EngineFull("requests are running or waiting; update the parameters when they have ended")
             self._scheduler.update(params)
 
@@ -414,17 +379,37 @@ class Engine:
         atexit.unregister(self._close)
 
     def counters(self) -> EngineCounters:
-        """What the engine did since it was started; any thread may ask."""
-        done = EngineCounters() if self._scheduler is None else self._scheduler.counters
-        return replace(done, requests=self._accepted, queued=len(self._waiting), compiled=self._compiles.count)
+        """Return what the engine did since it was started; any thread may ask."""
+        return replace(self._scheduler.counters, requests=self._num_accepted, queued=len(self._waiting))
+
+    def _check(self, request: Request) -> None:
+        if not request.tokens or min(request.tokens) < 0 or max(request.tokens) >= self._vocab_size:
+            raise ConfigError(f"a request takes at least one token, of ids from 0 to {self._vocab_size - 1}")
+        if request.row < 0 or not 0 <= request.top <= MOST_ALTERNATIVES:
+            raise ConfigError(
+                f"row is {request.row} and top {request.top}; use a row of 0 or more, and top from 0 to "
+                f"{MOST_ALTERNATIVES}"
+            )
+        if request.new_tokens < 1 or len(request.tokens) + request.new_tokens > self.length:
+            raise ConfigError(
+                f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: use 1 or more new "
+                f"tokens, and at most {self.length} together"
+            )
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineDead(self.error or "the engine is closed; start another one")
+
+    def _num_unfinished(self) -> int:
+        return self._num_accepted - self._scheduler.counters.finished
 
     def _close(self, drain: bool, seconds: float | None) -> None:
         """`close`, which waits for the thread for so long; None: until it ends."""
         with self._changed:
-            self._draining = drain and (self._draining or not self._closing)
+            self._draining = drain
             self._closing = True
             self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
     def _wake(self) -> None:
@@ -432,23 +417,20 @@ class Engine:
             self._changed.notify()
 
     def _serve(self) -> None:
-        """What the thread does, until it is closed or the device fails."""
-        scheduler = self._scheduler
-        assert scheduler is not None
-        with self._compiles.on_this_thread():
-            try:
-                while self._waits_for_work(scheduler):
-                    scheduler.step()
-            except Exception as error:
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-                with self._changed:  # whoever comes later is refused
-                    self.error = f"the engine stopped, because a step on its device failed: {reason}"
-                    self._closing = True
-            scheduler.fail_all("cancelled" if self.error is None else "failed", self.error)
+        """Do steps until the engine is closed or the device fails; runs on the engine's thread."""
+        try:
+            while self._waits_for_work():
+                self._scheduler.step()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            with self._changed:  # whoever comes later is refused
+                self.error = f"the engine stopped, because a step on its device failed: {reason}"
+                self._closing = True
+        self._scheduler.fail_all("cancelled" if self.error is None else "failed", self.error)
 
-    def _waits_for_work(self, scheduler: Scheduler) -> bool:
-        """Whether another step is to be taken; waits while there is nothing to do."""
+    def _waits_for_work(self) -> bool:
+        """Wait while there is nothing to do; return whether another step is to be taken."""
         with self._changed:
-            while scheduler.is_idle and not self._closing:
+            while self._scheduler.is_idle and not self._closing:
                 self._changed.wait()
-            return not self._closing or (self._draining and not scheduler.is_idle)
+            return not self._closing or (self._draining and not self._scheduler.is_idle)

@@ -4,7 +4,7 @@ Shapes: S slots, C tokens of a chunk, V vocabulary, K alternatives, R rows.
 """
 
 import functools
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import cache_dtype_of
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, log_probabilities_of, row_sampling
 from jaxtrain.layout.gather import hold_parameters
-from jaxtrain.layout.rules import entry_degree
-from jaxtrain.layout.sharding import Layout, logical_spec
+from jaxtrain.layout.sharding import constrain
 from jaxtrain.models.model import NOWHERE, Decoder, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.ops.loss.cross_entropy import DeferredLogits
@@ -29,73 +27,6 @@ from jaxtrain.runtime.compiler import decoding_options
 
 # Chunks of this many tokens or more are worth a second program for short prompts.
 _LONG_CHUNK = 64
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """The dims and shardings of a cache, leaf for leaf.
-
-    Attributes:
-        slot_dims: which dim of each leaf is that of the slots.
-        shardings: slots are sharded as a batch is, and heads over `tensor`, where they divide.
-    """
-
-    slot_dims: Any
-    shardings: Any
-
-    def take(self, cache: Any, slot: jax.Array) -> Any:
-        """One slot's part of a cache, with a dim of 1."""
-        return jax.tree.map(
-            lambda leaf, dim: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=dim), cache, self.slot_dims
-        )
-
-    def put(self, cache: Any, own: Any, slot: jax.Array) -> Any:
-        """The cache with a slot's part put back; see `take`."""
-
-        def put(leaf: jax.Array, part: jax.Array, dim: int) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(leaf, part, slot, axis=dim)
-
-        return jax.tree.map(put, cache, own, self.slot_dims)
-
-
-def cache_layout(decoder: Decoder, layout: Layout, *, slots: int, length: int, dtype: DTypeLike) -> CacheLayout:
-    """Find the dims of a decoder's cache, and its shardings."""
-
-    def shapes(slots: int, length: int) -> Any:
-        return jax.eval_shape(lambda: decoder.init_cache(slots, length, dtype))
-
-    def differs(first: Any, other: Any) -> int:
-        return next((dim for dim, size in enumerate(first.shape) if size != other.shape[dim]), -1)
-
-    cache = shapes(slots, length)
-    # Shapes alone say which dim is which, so that a decoder may arrange its cache as it likes.
-    slot_dims = jax.tree.map(differs, cache, shapes(slots + 1, length))
-    length_dims = jax.tree.map(differs, cache, shapes(slots, length + 1))
-    assert all(dim >= 0 for dim in jax.tree.leaves(slot_dims)), "every array of a cache has a row per text"
-
-    def sharding(leaf: Any, slot_dim: int, length_dim: int) -> NamedSharding:
-        names: list[str | None] = [None] * len(leaf.shape)
-        names[slot_dim] = "batch"
-        # The heads are the one dim between slots and positions, or the one after positions that directly follow slots.
-        heads = slot_dim + 1 if length_dim == slot_dim + 2 else length_dim + 1
-        if length_dim > slot_dim and heads < len(names):
-            names[heads] = "activation_kv_heads"
-        return NamedSharding(layout.mesh, _fitting(layout, leaf.shape, *names))
-
-    return CacheLayout(slot_dims, jax.tree.map(sharding, cache, slot_dims, length_dims))
-
-
-def _fitting(layout: Layout, shape: tuple[int, ...], *names: str | None) -> PartitionSpec:
-    """The spec of logical axes, without those that a dim does not divide by."""
-    entries = list(logical_spec(names, layout))
-    entries += [None] * (len(shape) - len(entries))
-    degrees = layout.mesh.shape
-    return PartitionSpec(
-        *(
-            entry if size % entry_degree(entry, degrees) == 0 else None
-            for entry, size in zip(entries, shape, strict=True)
-        )
-    )
 
 
 @jax.tree_util.register_dataclass
@@ -148,8 +79,9 @@ def decode_slots(
     [], says whether anybody asked for alternatives.
     """
     logits_S1V, cache = decoder.decode(params, tokens_S[:, None], positions_S[:, None], state.cache)
+    logits_SV = logits_S1V[:, 0]
     chosen_S = choose_rows(
-        logits_S1V[:, 0],
+        logits_SV,
         rows,
         positions_S + 1,
         prompt_counts_SV=state.prompt_counts_SV,
@@ -157,7 +89,7 @@ def decode_slots(
     )
     writes_S = (positions_S != NOWHERE).astype(jnp.int32)
     counts_SV = state.output_counts_SV.at[jnp.arange(len(tokens_S)), chosen_S].add(writes_S)
-    return replace(state, cache=cache, output_counts_SV=counts_SV), _described(logits_S1V[:, 0], chosen_S, wants_top)
+    return replace(state, cache=cache, output_counts_SV=counts_SV), _described(logits_SV, chosen_S, wants_top)
 
 
 @jax.tree_util.register_dataclass
@@ -185,39 +117,60 @@ class Chunk:
 
 
 def prefill_chunk(
-    params: Params, state: SlotState, chunk: Chunk, *, decoder: Decoder, layout: CacheLayout
+    params: Params, state: SlotState, chunk: Chunk, *, decoder: Decoder, slot_dims: Any
 ) -> tuple[SlotState, Chosen]:
-    """Read a chunk of a prompt into a slot; what follows it is [1], zeros where the prompt goes on."""
-    slot, begin, count = chunk.slot, chunk.begin, chunk.count
-    own, order_C = layout.take(state.cache, slot), jnp.arange(chunk.tokens_C.shape[0], dtype=jnp.int32)
-    positions_1C = jnp.where(order_C < count, begin + order_C, NOWHERE)[None]
-    # The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
-    feed = decoder.decode if decoder.deferred is None else decoder.deferred
-    outputs, own = feed(params, chunk.tokens_C[None], positions_1C, own)
-    one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
+    """Read a chunk of a prompt into a slot; what follows it is [1], zeros where the prompt goes on.
 
-    def following() -> Chosen:
+    `slot_dims` are those of `slot_dims_of`.
+    """
+    order_C = jnp.arange(chunk.tokens_C.shape[0], dtype=jnp.int32)
+    positions_C = jnp.where(order_C < chunk.count, chunk.begin + order_C, NOWHERE)
+
+    def part_of(array: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, chunk.slot, 1, axis=dim)
+
+    def with_part(array: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, part, chunk.slot, axis=dim)
+
+    # The vocabulary is a large part of what a small model computes for a chunk, and one token needs it.
+    feed = decoder.deferred or decoder.decode
+    part = jax.tree.map(part_of, state.cache, slot_dims)
+    outputs, part = feed(params, chunk.tokens_C[None], positions_C[None], part)
+
+    def next_token() -> Chosen:
         if isinstance(outputs, DeferredLogits):
-            last_11D = jax.lax.dynamic_slice_in_dim(outputs.hidden, count - 1, 1, axis=1)
+            last_11D = jax.lax.dynamic_slice_in_dim(outputs.hidden, chunk.count - 1, 1, axis=1)
             last_1V = replace(outputs, hidden=last_11D).logits()[0].astype(jnp.float32)
         else:
-            last_1V = jax.lax.dynamic_slice_in_dim(outputs[0], count - 1, 1)
+            last_1V = jax.lax.dynamic_slice_in_dim(outputs[0], chunk.count - 1, 1)
         chosen_1 = choose_rows(
             last_1V,
             chunk.row,
-            (begin + count)[None],
-            prompt_counts_SV=one(state.prompt_counts_SV),
-            output_counts_SV=one(state.output_counts_SV),
+            (chunk.begin + chunk.count)[None],
+            prompt_counts_SV=part_of(state.prompt_counts_SV, 0),
+            output_counts_SV=part_of(state.output_counts_SV, 0),
         )
         return _described(last_1V, chosen_1, chunk.wants_top)
 
     def nothing() -> Chosen:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(following))
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(next_token))
 
-    chosen = jax.lax.cond(chunk.is_last, following, nothing)
-    counts_SV = state.output_counts_SV.at[slot, chosen.tokens[0]].add(chunk.is_last.astype(jnp.int32))
-    cache = layout.put(state.cache, own, slot)
+    chosen = jax.lax.cond(chunk.is_last, next_token, nothing)
+    counts_SV = state.output_counts_SV.at[chunk.slot, chosen.tokens[0]].add(chunk.is_last.astype(jnp.int32))
+    cache = jax.tree.map(with_part, state.cache, part, slot_dims)
     return replace(state, cache=cache, output_counts_SV=counts_SV), chosen
+
+
+def slot_dims_of(decoder: Decoder) -> Any:
+    """Find the dim of the slots in each array of a cache; a decoder may arrange its cache as it likes."""
+
+    def shapes(slots: int) -> Any:
+        return jax.eval_shape(lambda: decoder.init_cache(slots, 2, jnp.float32))
+
+    def differing_dim(array: Any, larger: Any) -> int:
+        return next(dim for dim, size in enumerate(array.shape) if size != larger.shape[dim])
+
+    return jax.tree.map(differing_dim, shapes(1), shapes(2))
 
 
 def begin_counts(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array) -> SlotState:
@@ -230,17 +183,18 @@ def begin_counts(state: SlotState, slot: jax.Array, prompt_counts_V: jax.Array) 
 
 
 def _described(logits_RV: jax.Array, tokens_R: jax.Array, wants_top: jax.Array) -> Chosen:
-    """What is reported of a token in each row; sorting out the alternatives is left out where nobody asked."""
+    """Add what is reported of a token in each row; sorting out the alternatives is left out where nobody asked."""
     number = min(MOST_ALTERNATIVES, logits_RV.shape[-1])
 
-    def with_top() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return log_probabilities_of(logits_RV, tokens_R, number)
+    def with_top() -> Chosen:
+        return Chosen(tokens_R, *log_probabilities_of(logits_RV, tokens_R, number))
 
-    def alone() -> tuple[jax.Array, jax.Array, jax.Array]:
-        shape = (*tokens_R.shape, number)
-        return log_probabilities_of(logits_RV, tokens_R, 0)[0], jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+    def without_top() -> Chosen:
+        log_probabilities_R, _, _ = log_probabilities_of(logits_RV, tokens_R, 0)
+        shape = (len(tokens_R), number)
+        return Chosen(tokens_R, log_probabilities_R, jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
-    return Chosen(tokens_R, *jax.lax.cond(wants_top, with_top, alone))
+    return jax.lax.cond(wants_top, with_top, without_top)
 
 
 class Programs:
@@ -264,40 +218,65 @@ class Programs:
     ):
         decoder = sharded_model.model.decoder
         assert decoder is not None
-        self._model, self.slots, self.chunk = sharded_model, slots, chunk
+        self._model = sharded_model
+        self.slots = slots
+        self.chunk = chunk
         self.keeps_positions = decoder.keeps_positions
         dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
-        self._layout = cache_layout(decoder, sharded_model.layout, slots=slots, length=length, dtype=dtype)
         # Once, and not in every step, which would read the parameters as they are stored.
         self.params = cast_floats(params, sharded_model.policy.compute_dtype)
-        one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        with sharded_model.context():
-            if sharded_model.layout.state_axes:
-                # Nor gather what ZeRO 1 and 2 shard over `data`.
+        if sharded_model.layout.state_axes:
+            # Nor gather what ZeRO 1 and 2 shard over `data`.
+            with sharded_model.context():
                 self.params = jax.jit(hold_parameters)(self.params)
-            one_cache = jax.eval_shape(lambda: decoder.init_cache(1, length, dtype))
-            logits, _ = jax.eval_shape(decoder.decode, self.params, one_token, one_token, one_cache)
-        self.vocab_size = logits.shape[-1]
-        table = NamedSharding(
-            sharded_model.mesh, _fitting(sharded_model.layout, (slots, self.vocab_size), "batch", None)
-        )
-        self._placed = SlotState(self._layout.shardings, table, table)
+
+        def logits_of(params: Params) -> jax.Array:
+            one_11 = jnp.zeros((1, 1), jnp.int32)
+            return decoder.decode(params, one_11, one_11, decoder.init_cache(1, length, dtype))[0]
+
+        with sharded_model.context():
+            self.vocab_size = jax.eval_shape(logits_of, self.params).shape[-1]
 
         def begin() -> SlotState:
-            counts = jnp.zeros((slots, self.vocab_size), jnp.int32)
-            cache = decoder.init_cache(slots, length, dtype)
-            return SlotState(cache, counts, counts)
+            counts_SV = constrain(jnp.zeros((slots, self.vocab_size), jnp.int32), "batch", None)
+            return SlotState(decoder.init_cache(slots, length, dtype), counts_SV, counts_SV)
 
-        with sharded_model.context():
-            try:
-                self._state = jax.block_until_ready(jax.jit(begin, out_shardings=self._placed)())
-            except jax.errors.JaxRuntimeError as error:
-                size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(begin)))
-                raise ConfigError(
-                    f"the devices have no room for the cache: {slots} slots of {length} positions take "
-                    f"{size / 2**30:.1f} GiB; use fewer slots, a smaller length or cache_dtype='int8'"
-                ) from error
-        self._compile(decoder)
+        try:
+            with sharded_model.context(), jax.default_device(sharded_model.mesh.devices.flat[0]):
+                state = jax.block_until_ready(jax.jit(begin)())
+        except jax.errors.JaxRuntimeError as error:
+            arrays = jax.tree.leaves(jax.eval_shape(begin))
+            size = sum(array.size * array.dtype.itemsize for array in arrays)
+            raise ConfigError(
+                f"the devices have no room for the cache: {slots} slots of {length} positions take "
+                f"{size / 2**30:.1f} GiB; use fewer slots, a smaller length or cache_dtype='int8'"
+            ) from error
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+        replicated = NamedSharding(sharded_model.mesh, PartitionSpec())
+        # Bound to the mesh from the first call on: a later call with arrays that are would compile again.
+        self._state = jax.device_put(state, placed)
+
+        def bound(leaf: Any) -> jax.Array:
+            is_bound = isinstance(leaf, jax.Array) and leaf.committed
+            return leaf if is_bound else jax.device_put(leaf, replicated)
+
+        self.params = jax.tree.map(bound, self.params)
+        self._decode = jax.jit(
+            functools.partial(decode_slots, decoder=decoder),
+            donate_argnames="state",
+            out_shardings=(placed, replicated),
+            compiler_options=decoding_options(sharded_model.mesh.devices.flat[0]) or None,
+        )
+        self._prefill = jax.jit(
+            functools.partial(prefill_chunk, decoder=decoder, slot_dims=slot_dims_of(decoder)),
+            donate_argnames="state",
+            out_shardings=(placed, replicated),
+        )
+        self._begin_counts = jax.jit(begin_counts, donate_argnames="state", out_shardings=placed)
+        self._widths = [chunk]
+        if chunk >= _LONG_CHUNK:
+            # A short prompt does not pay for a whole chunk.
+            self._widths.insert(0, chunk // 4)
 
     def update(self, params: Params) -> None:
         """Take a copy of other parameters, which the compiled programs run with from then on.
@@ -314,76 +293,48 @@ class Programs:
         params = cast_floats(params, self._model.policy.compute_dtype)
         self.params = jax.device_put(params, shardings, may_alias=False)
 
-    def _compile(self, decoder: Decoder) -> None:
-        """Compile every program for what it is given: traced one after the other, compiled at the same time."""
-        mesh = self._model.mesh
-        replicated, placed = NamedSharding(mesh, PartitionSpec()), self._placed
-        pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxtrain compile")
+    def compile(self) -> None:
+        """Compile every program by running it once.
 
-        def compiled(function: Any, before: tuple[Any, ...], given: Any, outputs: Any, **options: Any) -> Future[Any]:
-            given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), given)
-            jitted = jax.jit(function, donate_argnums=len(before) - 1, out_shardings=outputs, **options)
-            return pool.submit(jitted.lower(*before, *given).compile)
-
-        options = {**decoding_options(mesh.devices.flat[0])} or None
-        # A short prompt does not pay for a whole chunk.
-        widths = {self.chunk, self.chunk // 4} if self.chunk >= _LONG_CHUNK else {self.chunk}
-        read = functools.partial(prefill_chunk, decoder=decoder, layout=self._layout)
-        with self._model.context(), pool:
-            fed, one = (self.params, self._state), (self._state,)
-            decode = compiled(
-                functools.partial(decode_slots, decoder=decoder),
-                fed,
-                self._nothing_to_decode(),
-                (placed, replicated),
-                compiler_options=options,
+        What that writes is overwritten before any text sees it.
+        """
+        idle_S = np.full(self.slots, NOWHERE, np.int32)
+        self.decode(np.zeros(self.slots, np.int32), idle_S, greedy_rows(self.slots), wants_top=False)
+        for width in self._widths:
+            chunk = Chunk(
+                slot=np.int32(0),
+                tokens_C=np.zeros(width, np.int32),
+                begin=np.int32(0),
+                count=np.int32(width),
+                is_last=np.bool_(False),
+                row=greedy_rows(1),
+                wants_top=np.bool_(False),
             )
-            prefills = {}
-            for width in sorted(widths):
-                prefills[width] = compiled(read, fed, (_nothing_to_read(width),), (placed, replicated))
-            counts = compiled(begin_counts, one, (np.int32(0), np.zeros(self.vocab_size, np.int32)), placed)
-        self._decode, self._begin_counts = decode.result(), counts.result()
-        self._prefill = {width: program.result() for width, program in prefills.items()}
-
-    def _nothing_to_decode(self) -> tuple[Any, ...]:
-        """What `decode` is given where no slot has a text."""
-        zeros_S = np.zeros(self.slots, np.int32)
-        return zeros_S, zeros_S + np.int32(NOWHERE), _greedy(self.slots), np.bool_(False)
+            jax.block_until_ready(self.prefill(chunk))
+        self.begin_counts(0, [0])
 
     def decode(self, tokens_S: np.ndarray, positions_S: np.ndarray, rows: RowSampling, *, wants_top: bool) -> Chosen:
         """Run `decode_slots`, and wait for what it chose."""
-        given = (tokens_S, positions_S, rows, np.bool_(wants_top))
-        self._state, chosen = self._decode(self.params, self._state, *given)
+        with self._model.context():
+            self._state, chosen = self._decode(
+                self.params, self._state, tokens_S, positions_S, rows, np.bool_(wants_top)
+            )
         return jax.device_get(chosen)
 
     def prefill(self, chunk: Chunk) -> Chosen:
         """Run `prefill_chunk` with at most C tokens, not padded; what it gives is on the device still."""
-        count = len(chunk.tokens_C)
-        width = next(width for width in self._prefill if width >= count)
-        padded = replace(chunk, tokens_C=np.pad(chunk.tokens_C, (0, width - count)))
-        self._state, chosen = self._prefill[width](self.params, self._state, padded)
+        width = next(width for width in self._widths if width >= chunk.count)
+        padded = replace(chunk, tokens_C=np.pad(chunk.tokens_C, (0, width - chunk.count)))
+        with self._model.context():
+            self._state, chosen = self._prefill(self.params, self._state, padded)
         return chosen
 
-    def begin_counts(self, slot: int, prompt_counts_V: np.ndarray) -> None:
-        """Run `begin_counts`."""
+    def begin_counts(self, slot: int, prompt: Sequence[int]) -> None:
+        """Run `begin_counts` for the tokens of a prompt."""
+        prompt_counts_V = np.bincount(prompt, minlength=self.vocab_size).astype(np.int32)
         self._state = self._begin_counts(self._state, np.int32(slot), prompt_counts_V)
 
-    def warm(self) -> None:
-        """Run every program once, so that no request pays for what a first run sets up.
 
-        What that writes is overwritten before any text sees it.
-        """
-        *given, _ = self._nothing_to_decode()
-        self.decode(*given, wants_top=False)
-        for width in self._prefill:
-            jax.block_until_ready(self.prefill(_nothing_to_read(width)))
-        self.begin_counts(0, np.zeros(self.vocab_size, np.int32))
-
-
-def _nothing_to_read(width: int) -> Chunk:
-    zero, no = np.int32(0), np.bool_(False)
-    return Chunk(zero, np.zeros(width, np.int32), zero, np.int32(width), no, _greedy(1), no)
-
-
-def _greedy(rows: int) -> RowSampling:
-    return row_sampling([Sampling(temperature=0)] * rows, [0] * rows)
+def greedy_rows(count: int) -> RowSampling:
+    """Return the settings of rows that take the likeliest token."""
+    return row_sampling([Sampling(temperature=0)] * count, [0] * count)

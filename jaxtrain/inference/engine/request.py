@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.errors import UserError
 from jaxtrain.inference.sampling import Sampling
 
 MOST_ALTERNATIVES = 20
@@ -49,9 +49,6 @@ class Request:
         top: alternatives that are reported with each token, the likeliest first, 0 to 20.
         row: which of several answers with this seed it is, 0 or more: row 2 is sampled as row 2 of `generate_text`.
 
-    Raises:
-        ConfigError: there is no token, or a number is out of its range.
-
     Example:
         >>> request = jt.Request((72, 105), new_tokens=4, sampling=jt.Sampling(temperature=0))
         >>> request.tokens
@@ -65,20 +62,6 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     top: int = 0
     row: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", tuple(int(token) for token in self.tokens))
-        object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
-        if (
-            not self.tokens
-            or min(*self.tokens, self.row) < 0
-            or self.new_tokens < 1
-            or not 0 <= self.top <= MOST_ALTERNATIVES
-        ):
-            raise ConfigError(
-                "a Request takes at least one token id, new_tokens of 1 or more, a row of 0 or more and top from 0 to "
-                f"{MOST_ALTERNATIVES}"
-            )
 
 
 @dataclass(frozen=True)
@@ -96,7 +79,7 @@ class Emitted:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineCounters:
     """What an engine did since it was started; every count is of the engine alone.
 
@@ -107,7 +90,6 @@ class EngineCounters:
         cached_tokens: of prompts, that were in a slot's cache already.
         slots_in_use: rows of the cache that a request has.
         queued: requests that have no slot yet.
-        compiled: programs that were compiled after the start; it stays 0.
     """
 
     requests: int = 0
@@ -116,7 +98,6 @@ class EngineCounters:
     cached_tokens: int = 0
     slots_in_use: int = 0
     queued: int = 0
-    compiled: int = 0
 
 
 class Ticket:
@@ -148,7 +129,8 @@ class Ticket:
         self.cached_tokens = 0
         self.error: str | None = None
         self.cancelled: str | None = None
-        self._on_event, self._wake = on_event, wake
+        self._on_event = on_event
+        self._wake = wake
         self._events: queue.SimpleQueue[Emitted | None] = queue.SimpleQueue()
         self._ended = threading.Event()
 
@@ -185,16 +167,26 @@ class Ticket:
     def emit(self, emitted: Emitted) -> None:
         """Hand out a token; for the engine."""
         self._events.put(emitted)
-        if self._on_event is not None:
-            self._on_event(self, emitted)
+        self._call(emitted)
 
     def finish(self, reason: str, error: str | None = None) -> None:
         """End the request; for the engine."""
-        self.error, self.finish_reason = self.error or error, reason
+        self.error = self.error or error
+        self.finish_reason = reason
         self._events.put(None)
         self._ended.set()
-        if self._on_event is not None:
-            self._on_event(self, None)
+        self._call(None)
+
+    def _call(self, event: Emitted | None) -> None:
+        """Call the caller's function; an error in it fails this request and no other."""
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(self, event)
+        except Exception as failure:
+            text = " ".join(str(failure).split())
+            self.error = self.error or f"on_event of this request raised {type(failure).__name__}: {text[:200]}"
+            self.cancel("failed")
 
 
 OnEvent = Callable[[Ticket, Emitted | None], None]

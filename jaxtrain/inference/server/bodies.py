@@ -2,18 +2,17 @@
 
 import datetime
 import functools
-import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.conversation import Conversation, read_messages, read_object, read_objects
-from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_template, render
+from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, Template, compile_template, render
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, Request
 from jaxtrain.inference.generate import TextStream
@@ -22,42 +21,39 @@ from jaxtrain.inference.sampling import Sampling
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "overloaded_error"}
 # What OpenAI reports for a probability of 0: JSON has no infinity.
-_LEAST = -9999.0
+_LOWEST = -9999.0
 
 
+@dataclass(eq=False)
 class RefusedError(Exception):
     """What the client asked for is not done.
 
-    Args:
+    Attributes:
         status: of HTTP.
-        message: one line for people: what was given, and what is wanted.
+        message: one line for people: what was sent, and what is accepted.
         param: the field of the body that is the cause; None: no single one.
         code: a short name for programs; None: the status says it.
         headers: that belong to the answer.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The error object of OpenAI's interface."""
+        """Return the error object of OpenAI's interface."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _listed(value: Any) -> Any:
-    """One text or one list of ids as a list of them."""
-    is_one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
-    return [value] if is_one else value
+def _as_list(value: Any) -> Any:
+    """Return one text or one list of ids as a list of them."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return [value]
+    return value
 
 
 class _Fields(BaseModel):
@@ -73,13 +69,8 @@ class _Fields(BaseModel):
         return {name: value for name, value in fields.items() if value is not None and value != []}
 
 
-_Prompts = Annotated[list[str | list[int]], BeforeValidator(_listed)]
-_Text = Annotated[str, Field(min_length=1)]
-
-
 class _StreamOptions(_Fields):
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class _Message(_Fields):
@@ -91,49 +82,47 @@ class _Message(_Fields):
 
 
 class _Writing(_Fields):
-    """What completions and chats have in common; the last rows change nothing here."""
+    """What completions and chats have in common; the last rows change nothing here.
+
+    `Sampling` and the engine check the ranges of their numbers.
+    """
 
     model: str
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    n: int = Field(1, ge=1, le=128)
-    stop: Annotated[list[_Text], BeforeValidator(_listed)] = Field([], max_length=4)
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = Field(1, ge=1)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
     skip_special_tokens: bool = True
     seed: int | None = None
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: _StreamOptions = _StreamOptions()
     user: Any = None
     metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     store: Literal[False] = False
 
 
 class CompletionBody(_Writing):
     """Of /v1/completions."""
 
-    prompt: _Prompts
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_list)]
+    max_tokens: int = 16
+    logprobs: int | None = None
     add_special_tokens: bool | None = None
-    best_of: Literal[1] = 1
-    suffix: Literal[""] = ""
 
 
 class ChatBody(_Writing):
     """Of /v1/chat/completions."""
 
     messages: list[_Message]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    top_logprobs: int = 0
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     tools: Any = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -145,52 +134,24 @@ _Body = TypeVar("_Body", bound=_Writing)
 
 
 def read_body(kind: type[_Body], raw: bytes, *, served: str) -> _Body:
-    """Reads a body as JSON.
+    """Read a body as JSON.
 
     Raises:
-        RefusedError: it is no JSON object in UTF-8, a field is unknown, missing or wrong, or the model is another one.
+        RefusedError: it is not a JSON object in UTF-8, a field is unknown, missing or wrong, or the model is another.
     """
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         # A misspelt field before the one that is missing for it.
-        found = error.errors(include_url=False, include_context=False)
-        first = min(found, key=lambda one: one["type"] != "extra_forbidden")
-        place = ".".join(map(str, first["loc"])).encode("ascii", "backslashreplace").decode()[:80] or "the body"
-        code = {"missing": "missing_field", "extra_forbidden": "unknown_field"}.get(first["type"])
-        said = "this field is not supported" if code == "unknown_field" else first["msg"]
-        param = place.partition(".")[0] if first["loc"] else None
-        raise RefusedError(400, f"{place}: {said}"[:250], param=param, code=code) from None
+        first = min(error.errors(include_url=False), key=lambda mistake: mistake["type"] != "extra_forbidden")
+        path = list(map(str, first["loc"]))
+        label = ascii(".".join(path) or "the body")
+        raise RefusedError(400, f"{label:.80}: {first['msg']:.150}", param=path[0] if path else None) from None
     if body.model != served:
         raise RefusedError(
             404, f"no model {body.model!a:.80}; this server has {served!r}", param="model", code="model_not_found"
         )
     return body
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one body asks for.
-
-    Attributes:
-        is_chat: whether it came to /v1/chat/completions.
-        requests: of the engine: the choices of the first prompt, then those of the next.
-        num_choices: answers per prompt.
-        stop: texts at which an answer ends.
-        hidden: ids that an answer does not show: special tokens, unless they were asked for.
-        top: alternatives that are reported per token; None: no log-probabilities are.
-        stream: whether pieces are sent as they come.
-        include_usage: whether a stream ends with the numbers of tokens.
-    """
-
-    is_chat: bool
-    requests: tuple[Request, ...]
-    num_choices: int = 1
-    stop: tuple[str, ...] = ()
-    hidden: frozenset[int] = frozenset()
-    top: int | None = None
-    stream: bool = False
-    include_usage: bool = False
 
 
 class PromptReader:
@@ -199,7 +160,7 @@ class PromptReader:
     Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
 
     Attributes:
-        tokenizer, chat, vocab_size, special: of the model.
+        tokenizer, chat, special: of the model.
         stop_tokens: ids at which the model stops.
         special_tokens: text of each special token -> its id.
     """
@@ -208,98 +169,97 @@ class PromptReader:
         self,
         tokenizer: BpeTokenizer | ByteTokenizer,
         chat: ChatFormat | None,
-        *,
-        vocab_size: int,
         special: SpecialTokens = NOTHING_SPECIAL,
     ):
-        self.tokenizer, self.chat, self.vocab_size, self.special = tokenizer, chat, vocab_size, special
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.special = special
         self.stop_tokens = frozenset(text_ends(tokenizer, special, chat))
-        self.special_tokens = {tokenizer.decode([one]): one for one in tokenizer.special_ids()}
+        self.special_tokens = {tokenizer.decode([token]): token for token in tokenizer.special_ids()}
         self._encoder = ChatEncoder(tokenizer)
-        self._begins = tokens_before(tokenizer)
-        compiled = functools.partial(compile_template, chat)  # pyright: ignore[reportArgumentType] only asked with one
-        self._compiled = functools.cache(compiled)
+
+        def compiled(today: datetime.date) -> Template:
+            assert chat is not None, "the model has no chat template"
+            return compile_template(chat, today=today)
+
+        # Some templates write the date.
+        self._template = functools.cache(compiled)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, which may spell special tokens; none is added."""
-        return next(iter(self._encoder.encode([text]))).ids.tolist()
+        """Return the ids of a text, which may spell special tokens; none is added."""
+        (encoded,) = self._encoder.encode([text])
+        return encoded.ids.tolist()
 
     def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """A text that is to be continued: special tokens are added before it (None: if the model was trained so)."""
-        ids = self.encode(text)
-        adds = self.special.added if add_special_tokens is None else add_special_tokens
-        added = [*self._begins] if adds else []
-        if not added and not ids:
-            # Something must stand before the first token; documents end with this one in training.
-            added = [self.tokenizer.end_of_text or 0]
-        return self.checked([*added, *ids], "prompt")
+        """Encode a text that is to be continued, after special tokens (None: if the model was trained so)."""
+        if add_special_tokens is None:
+            add_special_tokens = self.special.added
+        leading = tokens_before(self.tokenizer) if add_special_tokens else ()
+        # Something must stand before the first token; documents end with this one in training.
+        return (*leading, *self.encode(text)) or (self.tokenizer.end_of_text or 0,)
 
     def of_chat(self, conversation: Conversation) -> tuple[int, ...]:
-        """A conversation that is to be answered by the model's template; a DataError if that refuses it."""
-        # Some templates write the date.
-        template = self._compiled(today=datetime.date.today())
-        text = render(template, conversation, prompt=True).text
+        """Encode a conversation that is to be answered by the model's template; a DataError if that refuses it."""
+        template = self._template(datetime.date.today())
         # A template writes the special tokens itself.
-        return self.checked(self.encode(text), "messages")
-
-    def checked(self, ids: Sequence[int], name: str) -> tuple[int, ...]:
-        """The ids of a field, at least one, all of which the model has; raises a RefusedError if not."""
-        outside = next((one for one in ids if not 0 <= one < self.vocab_size), None)
-        if outside is not None or not ids:
-            held = "an empty text or list" if outside is None else f"{outside}, which is not a token id"
-            raise RefusedError(400, f"{name} holds {held}; use ids from 0 to {self.vocab_size - 1}", param=name)
-        return tuple(ids)
+        return tuple(self.encode(render(template, conversation, prompt=True).text))
 
 
-def completion_call(body: CompletionBody, reader: PromptReader, *, length: int, most: int) -> Call:
-    """What a body of /v1/completions asks for, of prompts and answers of `length` tokens and `most` answers at a time.
+@dataclass(frozen=True)
+class Call:
+    """What one body asks of the engine.
+
+    Attributes:
+        body: as it was sent.
+        requests: the answers (`body.n`) to the first prompt, then those to the next.
+        hidden: ids that an answer does not show: special tokens, unless they were asked for.
+        top: alternatives that are reported per token; None: no log-probabilities are.
+    """
+
+    body: CompletionBody | ChatBody
+    requests: tuple[Request, ...]
+    hidden: frozenset[int]
+    top: int | None
+
+
+def make_call(body: CompletionBody | ChatBody, reader: PromptReader, *, length: int, max_answers: int) -> Call:
+    """Turn a body into requests.
+
+    Args:
+        body: as it was sent.
+        reader: makes the prompts.
+        length: tokens of a prompt and its answer together, at most.
+        max_answers: answers that the server takes at a time.
 
     Raises:
-        RefusedError: an id is none of the model's, a prompt leaves no room, or there are too many requests.
+        RefusedError: a prompt leaves no room, or there are too many requests.
+        ConfigError: a number is out of its range.
+        DataError: the template refuses the conversation.
     """
-    prompts = [
-        reader.of_text(one, add_special_tokens=body.add_special_tokens)
-        if isinstance(one, str)
-        else reader.checked(one, "prompt")
-        for one in body.prompt
-    ]
-    _check_length(prompts, body.max_tokens, length, "prompt")
-    return _call(body, reader, [(one, body.max_tokens) for one in prompts], body.logprobs, most)
-
-
-def chat_call(body: ChatBody, reader: PromptReader, *, length: int, most: int) -> Call:
-    """What a body of /v1/chat/completions asks for; see `completion_call`."""
-    conversation = Conversation(
-        "the request",
-        read_messages(body.model_dump()["messages"], where="messages"),
-        tools=read_objects(body.tools, "tools", "the request") or None,
-        arguments=read_object(body.chat_template_kwargs, "chat_template_kwargs", "the request"),
-    )
-    prompt = reader.of_chat(conversation)
-    new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    _check_length([prompt], new_tokens or 1, length, "messages")
-    top = body.top_logprobs if body.logprobs else None
-    return _call(body, reader, [(prompt, new_tokens or length - len(prompt))], top, most)
-
-
-def _check_length(prompts: Sequence[Sequence[int]], wanted: int, length: int, name: str) -> None:
+    if isinstance(body, ChatBody):
+        param = "messages"
+        prompts = [reader.of_chat(_conversation(body))]
+        new_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        top = body.top_logprobs if body.logprobs else None
+    else:
+        param = "prompt"
+        prompts = [_prompt(prompt, body, reader) for prompt in body.prompt]
+        new_tokens = body.max_tokens
+        top = body.logprobs
     longest = max(map(len, prompts))
-    if longest + wanted > length:
-        more = f"{wanted} or more are to be generated; this server's limit for both is {length} tokens"
-        said = f"a prompt has {longest} tokens, and {more}"
-        raise RefusedError(400, said, param=name, code="context_length_exceeded")
-
-
-def _call(
-    body: CompletionBody | ChatBody,
-    reader: PromptReader,
-    prompts: list[tuple[tuple[int, ...], int]],
-    top: int | None,
-    most: int,
-) -> Call:
-    """The answers to prompts with the most tokens of each, which are `body.n` for every prompt."""
-    if len(prompts) * body.n > most:
-        raise RefusedError(400, f"{len(prompts) * body.n} answers at a time; this server takes {most}", param="n")
+    if new_tokens is None:
+        new_tokens = max(1, length - longest)
+    if longest + new_tokens > length:
+        raise RefusedError(
+            400,
+            f"a prompt has {longest} tokens, and {new_tokens} or more are to be generated; this server's limit for "
+            f"both is {length} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    num_answers = len(prompts) * body.n
+    if num_answers > max_answers:
+        raise RefusedError(400, f"{num_answers} answers at a time; this server takes {max_answers}", param="n")
     sampling = Sampling(
         body.temperature,
         body.top_k,
@@ -309,23 +269,31 @@ def _call(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
     )
-    seed, special = secrets.randbits(32) if body.seed is None else body.seed, reader.special_tokens
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    special = reader.special_tokens
     # A stop that spells a special token, which the text does not show, is met by the token itself.
-    stop_tokens = reader.stop_tokens | {special[one] for one in body.stop if one in special}
-    requests = [
-        Request(prompt, new_tokens, sampling, seed % 2**32, stop_tokens, top or 0, row=index * body.n + choice)
-        for index, (prompt, new_tokens) in enumerate(prompts)
-        for choice in range(body.n)
-    ]
-    return Call(
-        isinstance(body, ChatBody),
-        tuple(requests),
-        num_choices=body.n,
-        stop=tuple(body.stop),
-        hidden=frozenset(special.values() if body.skip_special_tokens else ()),
-        top=top,
-        stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+    stop_tokens = reader.stop_tokens | {special[stop] for stop in body.stop if stop in special}
+    requests = []
+    for prompt in prompts:
+        for _ in range(body.n):
+            row = len(requests)
+            requests.append(Request(prompt, new_tokens, sampling, seed, stop_tokens, top=top or 0, row=row))
+    hidden = frozenset(special.values() if body.skip_special_tokens else ())
+    return Call(body, tuple(requests), hidden, top)
+
+
+def _prompt(prompt: str | list[int], body: CompletionBody, reader: PromptReader) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return reader.of_text(prompt, add_special_tokens=body.add_special_tokens)
+    return tuple(prompt)
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    return Conversation(
+        "the request",
+        read_messages(body.model_dump()["messages"], where="messages"),
+        tools=read_objects(body.tools, "tools", "the request") or None,
+        arguments=read_object(body.chat_template_kwargs, "chat_template_kwargs", "the request"),
     )
 
 
@@ -357,48 +325,47 @@ class Piece:
     scored: tuple[Scored, ...] = ()
     finish_reason: str | None = None
 
+    def __add__(self, other: "Piece") -> "Piece":
+        return Piece(self.text + other.text, self.scored + other.scored, other.finish_reason)
+
 
 class Choice:
     """One answer as it grows: the tokens that the engine gave become pieces, until it has a reason to end."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, texts: Callable[[int], str]):
-        self._call, self._texts = call, texts
+    def __init__(self, call: Call, tokenizer: Tokenizer):
+        self._call = call
         self._ends = call.requests[0].stop_tokens
-        self._stream = TextStream(tokenizer, call.stop, self._ends, hidden=call.hidden)
+        self._stream = TextStream(tokenizer, call.body.stop, self._ends, hidden=call.hidden)
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
     def feed(self, emitted: Emitted) -> Piece:
-        """What a token adds; the piece has a finish_reason if a stop was met."""
+        """Return what a token adds; the piece has a finish_reason if a stop was met."""
         self.num_tokens += 1
         offset = self._stream.length
         text = self._stream.feed(emitted.token)
         if self._stream.stopped:
             self.finish_reason = "stop"
         # A chat says why it ended; harnesses count the tokens of a completion.
-        is_end = self._call.is_chat and emitted.token in self._ends
-        is_scored = self._call.top is not None and not is_end
-        scored = (self._scored(emitted, offset),) if is_scored else ()
-        return Piece(text, scored, self.finish_reason)
+        is_end = isinstance(self._call.body, ChatBody) and emitted.token in self._ends
+        if self._call.top is None or is_end:
+            return Piece(text, (), self.finish_reason)
+        return Piece(text, (self._scored(emitted, offset),), self.finish_reason)
 
     def finish(self, reason: str) -> Piece:
-        """The rest, when no further token comes."""
+        """Return the rest, when no further token comes."""
         rest = self._stream.finish()
         self.finish_reason = "stop" if self._stream.stopped else reason
         return Piece(rest, (), self.finish_reason)
 
     def _scored(self, emitted: Emitted, offset: int) -> Scored:
-        top = {one: _finite(value) for one, value in emitted.top}
+        top = dict(emitted.top)
+        # The chosen token is one of the likeliest, or less likely than all of them.
+        top.setdefault(emitted.token, emitted.log_probability)
+        texts = tuple((self._stream.text_of(token), max(_LOWEST, value)) for token, value in top.items())
         # One number per token: readers compare the chosen one with the likeliest for equality.
-        own = top.setdefault(emitted.token, _finite(emitted.log_probability))
-        ranked = sorted(top.items(), key=lambda item: -item[1])
-        return Scored(
-            self._texts(emitted.token), own, tuple((self._texts(one), value) for one, value in ranked), offset
-        )
-
-
-def _finite(value: float) -> float:
-    return max(value, _LEAST) if math.isfinite(value) else _LEAST
+        log_probability = max(_LOWEST, top[emitted.token])
+        return Scored(self._stream.text_of(emitted.token), log_probability, texts, offset)
 
 
 @dataclass(frozen=True)
@@ -410,59 +377,73 @@ class Answer:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The object of an answer that is not streamed, of the pieces of each choice in order."""
+    def complete(self, answers: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """Make the object of an answer that is not streamed, from the whole text of each choice."""
         choices = []
-        for index, parts in enumerate(pieces):
-            text, scored = "".join(part.text for part in parts), [one for part in parts for one in part.scored]
-            said: dict[str, Any] = {"text": text}
-            if self.call.is_chat:
-                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            scores = None if self.call.top is None else self._scores(scored)
-            choices.append({"index": index, **said, "logprobs": scores, "finish_reason": parts[-1].finish_reason})
-        return {**self._head(""), "choices": choices, "usage": usage}
+        for index, piece in enumerate(answers):
+            message = {"role": "assistant", "content": piece.text}
+            choices.append(self._choice(index, piece, message=message))
+        return self._object("chat.completion", choices, usage=usage)
 
     def first_chunk(self, index: int) -> dict[str, Any]:
-        """What begins each choice of a streamed chat."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": "", "refusal": None}}, Piece())
+        """Make what begins each choice of a streamed chat."""
+        delta = {"role": "assistant", "content": ""}
+        return self._object("chat.completion.chunk", [self._choice(index, Piece(), delta=delta)])
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece of a choice."""
-        said: dict[str, Any] = {"text": piece.text}
-        if self.call.is_chat:
-            said = {"delta": {"content": piece.text} if piece.text or piece.scored else {}}
-        return self._chunk(index, said, piece)
+        """Make the chunk of a piece of a choice."""
+        choice = self._choice(index, piece, delta={"content": piece.text})
+        return self._object("chat.completion.chunk", [choice])
 
     def last_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The numbers of tokens at the end of a stream."""
-        return {**self._head(".chunk"), "choices": [], "usage": usage}
+        """Make the chunk with the numbers of tokens at the end of a stream."""
+        return self._object("chat.completion.chunk", [], usage=usage)
 
-    def _chunk(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        scores = self._scores(piece.scored) if piece.scored else None
-        choice = {"index": index, **said, "logprobs": scores, "finish_reason": piece.finish_reason}
-        found = {**self._head(".chunk"), "choices": [choice]}
-        return found | ({"usage": None} if self.call.include_usage else {})
+    def _object(self, chat_kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        prefix = "cmpl"
+        kind = "text_completion"
+        if isinstance(self.call.body, ChatBody):
+            prefix = "chatcmpl"
+            kind = chat_kind
+        return {
+            "id": f"{prefix}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **usage,
+        }
 
-    def _head(self, form: str) -> dict[str, Any]:
-        prefix, kind = ("chatcmpl", f"chat.completion{form}") if self.call.is_chat else ("cmpl", "text_completion")
-        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+    def _choice(self, index: int, piece: Piece, **chat_content: Any) -> dict[str, Any]:
+        content = {"text": piece.text}
+        scores_of = self._scores
+        if isinstance(self.call.body, ChatBody):
+            content = chat_content
+            scores_of = self._chat_scores
+        return {
+            "index": index,
+            **content,
+            "logprobs": scores_of(piece.scored) if piece.scored else None,
+            "finish_reason": piece.finish_reason,
+        }
+
+    def _chat_scores(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        rows = []
+        for token in scored:
+            top = [_chat_token(text, value) for text, value in token.top[: self.call.top]]
+            rows.append({**_chat_token(token.text, token.log_probability), "top_logprobs": top})
+        return {"content": rows}
 
     def _scores(self, scored: Sequence[Scored]) -> dict[str, Any]:
-        top = self.call.top or 0
-        if self.call.is_chat:
-            rows = [
-                _chat_token(one.text, one.log_probability)
-                | {"top_logprobs": [_chat_token(text, value) for text, value in one.top[:top]]}
-                for one in scored
-            ]
-            return {"content": rows, "refusal": None}
-        # Of tokens with one text (parts of characters) the likeliest counts.
-        tops = [dict(reversed(one.top)) for one in scored]
+        tops = None
+        if self.call.top:
+            # Of tokens with one text (parts of characters) the likeliest counts.
+            tops = [dict(reversed(token.top)) for token in scored]
         return {
-            "tokens": [one.text for one in scored],
-            "token_logprobs": [one.log_probability for one in scored],
-            "top_logprobs": None if top == 0 else tops,
-            "text_offset": [one.offset for one in scored],
+            "tokens": [token.text for token in scored],
+            "token_logprobs": [token.log_probability for token in scored],
+            "top_logprobs": tops,
+            "text_offset": [token.offset for token in scored],
         }
 
 

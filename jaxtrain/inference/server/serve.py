@@ -1,10 +1,8 @@
 """From an opened model to a server that answers: its address, its programs, and the signals that end it."""
 
-import asyncio
 import contextlib
 import ipaddress
 import os
-import resource
 import signal
 import socket
 import sys
@@ -14,7 +12,6 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import Engine
@@ -23,10 +20,7 @@ from jaxtrain.inference.server.app import CLIENT_SECONDS, Service
 from jaxtrain.inference.server.bodies import PromptReader
 
 _KEY_VARIABLE = "JAXTRAIN_API_KEY"
-_BACKLOG = 2048
-# Files and sockets of a process; shells often allow 1,024, and every connection takes one.
-_WANTED_FILES = 65_536
-_SAID = b"finishing what runs, then exit 0; a second signal ends at once\n"
+_ENDING = b"finishing what runs, then exit 0; a second signal ends at once\n"
 # Seconds that an idle connection is kept for the next request.
 _KEEP_ALIVE = 30
 # Of a model that takes longer texts, unless more is asked for: the cache of every slot is of this length.
@@ -37,25 +31,36 @@ _LEAST_BODY = 2**20
 
 
 def read_api_key(file: str | None) -> str | None:
-    """The key that clients must give: from a file that holds it alone, else from the environment; None: there is none.
+    """Read the key that clients must give: from a file that holds it alone, else from the environment.
+
+    Returns:
+        The key; None: there is none.
 
     Raises:
-        ConfigError: the file cannot be read, or what it holds is no key.
+        ConfigError: the file cannot be read, or what it holds is not a key.
     """
-    try:
-        found = os.environ.get(_KEY_VARIABLE) if file is None else Path(file).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        found = ""
-    if found is not None and (not found.isascii() or not found.isprintable() or not found or " " in found):
+    if file is None:
+        source = _KEY_VARIABLE
+        key = os.environ.get(_KEY_VARIABLE)
+        if key is None:
+            return None
+    else:
+        source = f"--api-key-file {file}"
+        try:
+            key = Path(file).expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            key = ""
+    if key.split() != [key] or not key.isascii():
         raise ConfigError(
-            f"{_KEY_VARIABLE if file is None else f'--api-key-file {file}'} holds no valid key; use only "
-            "letters, digits and signs, as 'openssl rand -hex 32' writes"
+            f"{source} holds no valid key; use only letters, digits and signs, as 'openssl rand -hex 32' writes"
         )
-    return found
+    return key
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A socket at an address, which nobody can connect to yet.
+    """Bind a socket to an address; nobody can connect to it yet.
+
+    The system drops a connection whose client takes nothing for `CLIENT_SECONDS`, or the server could not end.
 
     Args:
         host: name or address.
@@ -74,54 +79,35 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
                 f"--host {host} can be reached from other machines; give --api-key-file FILE or {_KEY_VARIABLE}, or "
                 "leave --host out"
             )
-        taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # what connects has the options of this socket
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
+        bound.bind(address)
     except (OSError, UnicodeError, OverflowError) as error:
         raise ConfigError(
             f"cannot listen at --host {host} --port {port}: {getattr(error, 'strerror', None) or error}; use an "
             "address of this machine, and a free port above 1023, or 0"
         ) from None
-    return taken
+    return bound
 
 
-def listen(taken: socket.socket) -> None:
-    """Let clients connect to a socket from `bind`, as many as there may come.
-
-    The system drops a connection whose client takes nothing for `CLIENT_SECONDS`, or the server could not end.
-    """
-    if sys.platform == "linux":  # what connects has the options of this socket
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
-    taken.listen(_BACKLOG)
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILES if most == resource.RLIM_INFINITY else min(_WANTED_FILES, most)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def address_of(taken: socket.socket) -> str:
-    """The address of a socket as people write it in a browser."""
-    host, port = taken.getsockname()[:2]
+def address_of(bound: socket.socket) -> str:
+    """Return the address of a socket as people write it in a browser."""
+    host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class HttpProtocol(H11Protocol):
-    """A connection, which is dropped where its client does not end the headers of a request in `CLIENT_SECONDS`."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self._drops = self.loop.call_later(CLIENT_SECONDS, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._drops.cancel()
-        elif self._drops.cancelled():
-            self._drops = self.loop.call_later(CLIENT_SECONDS, self.transport.close)
 
 
 class _Server(uvicorn.Server):
     """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
+
+    def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]):
+        super().__init__(config)
+        self._when_ready = when_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._when_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -135,42 +121,29 @@ class _Server(uvicorn.Server):
     def _end(self, number: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + number)
-        os.write(2, _SAID)
+        os.write(2, _ENDING)
         self.should_exit = True
 
 
-def serve_app(app: Starlette, taken: socket.socket, *, when_ready: Callable[[], None]) -> None:
+def serve_app(app: Starlette, bound: socket.socket, *, when_ready: Callable[[], None]) -> None:
     """Serve an application until a signal comes; what runs then is finished.
 
-    To be called in the main thread, where signals arrive; `taken` listens, and `when_ready` is called when requests
-    are answered.
+    To be called in the main thread, where signals arrive; `when_ready` is called when requests are answered.
     """
     config = uvicorn.Config(
         app,
-        http=HttpProtocol,
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE,
-        backlog=_BACKLOG,
     )
-    server = _Server(config)
-
-    async def serve() -> None:
-        serving = asyncio.ensure_future(server.serve(sockets=[taken]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.001)
-        if server.started:
-            when_ready()
-        await serving
-
-    asyncio.run(serve())
+    _Server(config, when_ready).run(sockets=[bound])
 
 
 def start_service(served: Served, *, slots: int, length: int | None, queue: int, api_key: str | None = None) -> Service:
-    """Compiles what a model needs to be asked, before the first request.
+    """Compile what a model needs to be asked, before the first request.
 
     Args:
         served: from `open_served`.
@@ -182,11 +155,9 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     Raises:
         ConfigError: a number that does not fit the model.
     """
-    model = served.sharded_model.model
-    vocab_size = served.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
-    reader = PromptReader(served.tokenizer, served.chat, vocab_size=vocab_size, special=served.special)
+    reader = PromptReader(served.tokenizer, served.chat, served.special)
     if length is None:
-        decoder = decoder_of(model, has_encoder=False)
+        decoder = decoder_of(served.sharded_model.model, has_encoder=False)
         length = min(_LONGEST, decoder.max_length, decoder.short_length or _LONGEST)
     engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
     engine.start()
@@ -196,7 +167,7 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
         reader,
         engine,
         length=length,
-        most=slots + queue,
+        max_answers=slots + queue,
         api_key=api_key,
         body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
     )
