@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.storage import from_process_0
@@ -89,10 +86,6 @@ def choose_start(checkpointer: Checkpointer, resume: str | None) -> int | None:
 def run_metadata(run: Run) -> dict[str, Any]:
     """Return what a checkpoint records of its run: config, which rows batch k holds, names of parts from Python."""
     spec = run.spec
-    structure = str(jax.tree.structure(run.step.abstract_state.optimizer_state))
-    # The types of an optax state name the transformations: `namedtuple[ScaleByLionState]`.
-    states = dict.fromkeys(re.findall(r"namedtuple\[(\w+?)(?:State)?\]", structure))
-    optimizer = ", ".join(name for name in states if name not in ("Empty", "Masked", "MaskedNode"))
     return {
         "name": spec.loaded.name,
         "config": redacted(run.config.model_dump(mode="json")),
@@ -101,7 +94,7 @@ def run_metadata(run: Run) -> dict[str, Any]:
             "model": None if spec.model is None else spec.model.name,
             "task": None if spec.task is None else spec.task.name,
             "data": None if spec.data is None else next(iter(spec.data.description), "data"),
-            "optimizer": None if spec.optimizer is None else optimizer or "without state",
+            "optimizer": None if spec.optimizer is None else "optax",
         },
     }
 
@@ -223,7 +216,7 @@ def _check_parts(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: 
     for part in _GIVEN_AGAIN:
         if before[part] is not None and after[part] is None:
             raise ConfigError(
-                f"the run in {run_dir} was trained with {'an' if part == 'optimizer' else 'a'} {part} from Python "
-                f"({before[part]}): call jt.run_config(..., {part}=...) with it (or jt.fit, if that made the run), use "
-                "another run directory, or start again with resume never"
+                f"the run in {run_dir} was trained with its {part} from Python ({before[part]}): call "
+                f"jt.run_config(..., {part}=...) with it (or jt.fit, if that made the run), use another run directory, or "
+                "start again with resume never"
             )

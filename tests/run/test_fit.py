@@ -182,7 +182,7 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
     info = json.loads((tmp_path / "run.json").read_text())
     assert (info["status"], info["config"]["train"]["steps"]) == ("done", 6)
     assert info["from_python"]["model"] == "two layers"
-    assert info["from_python"]["optimizer"] == "ScaleByAdam"
+    assert info["from_python"]["optimizer"] == "optax"
     logged = {row["step"]: row["learning_rate"] for row in rows(tmp_path) if "loss" in row}
     # The rate of step k is that of k - 1 updates; float32.
     assert logged == pytest.approx({step: 1e-2 * (7 - step) / 6 for step in (1, 2, 4, 6)}, rel=1e-6)
