@@ -217,6 +217,6 @@ def _check_parts(saved: Mapping[str, Any], current: Mapping[str, Any], run_dir: 
         if before[part] is not None and after[part] is None:
             raise ConfigError(
                 f"the run in {run_dir} was trained with its {part} from Python ({before[part]}): call "
-                f"jt.run_config(..., {part}=...) with it (or jt.fit, if that made the run), or use another run directory, "
-                "or start again with resume never"
+                f"jt.run_config(..., {part}=...) with it (or jt.fit, if that made the run), use another run "
+                "directory, or start again with resume never"
             )
