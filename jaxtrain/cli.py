@@ -3,7 +3,6 @@
 Only the table of the commands is imported at start; each command's module is imported when it runs.
 """
 
-import errno
 import os
 import sys
 import traceback
@@ -12,18 +11,15 @@ from typing import NoReturn
 
 from jaxtrain.commands.parsing import find_command, group_members, help_text, parse
 from jaxtrain.commands.table import COMMANDS
-from jaxtrain.errors import ConfigError, PreemptedError, UserError, first_line
+from jaxtrain.errors import ConfigError, PreemptedError, StorageError, UserError, first_line
 from jaxtrain.runtime import host
+from jaxtrain.runtime.call import user_place
 from jaxtrain.runtime.devices import has_accelerator
 from jaxtrain.runtime.terminal import drop_unwritten, print_remark
 
 INTERNAL_ERROR = 1
-STORAGE_ERROR = 1
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-
-# Errors of the operating system that the machine causes, and not a bug.
-_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -52,20 +48,18 @@ def _explain(error: Exception) -> tuple[str, int]:
         from jaxtrain.config.schema import TO_SAVE_MEMORY
 
         return f"out of memory; {TO_SAVE_MEMORY}", ConfigError.exit_code
+    kind = type(error).__name__
     reason = first_line(error)
     if "Unable to initialize backend" in text or _is_of_backend(error):
         platforms = os.environ.get("JAX_PLATFORMS", "")
         line = f"JAX_PLATFORMS={platforms} (environment): {reason}; unset it, or see 'jaxtrain doctor'"
         return line, ConfigError.exit_code
-    if isinstance(error, RecursionError):
-        return "a config, a record of a run or a key is nested too deeply", ConfigError.exit_code
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        start = str(error.filename)[:60]
-        return f"{start!r}... is too long for a path; shorten it", ConfigError.exit_code
-    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+    place = user_place(error)
+    if place is not None:
+        return f"{place} raised {kind}: {reason}; --debug shows the traceback", ConfigError.exit_code
+    if isinstance(error, OSError) and error.strerror:
         path = error.filename or "a file"
-        return f"cannot use {path}: {error.strerror}; free space or use another folder", STORAGE_ERROR
-    kind = type(error).__name__
+        return f"cannot use {path}: {error.strerror}; free space or use another folder", StorageError.exit_code
     return f"internal error: {kind}: {reason}; run again with --debug for the traceback", INTERNAL_ERROR
 
 
@@ -132,7 +126,3 @@ def _report_error(error: Exception, *, debug: bool) -> int:
 def run_program() -> NoReturn:
     """Run the command of this process, and end it with the exit code of the command whatever threads do."""
     host.end_process(main())
-
-
-if __name__ == "__main__":
-    run_program()

@@ -3,10 +3,9 @@
 import argparse
 import json
 import math
-from typing import Any
 
-from jaxtrain.commands.shared import own_code, print_records, print_table, print_text
-from jaxtrain.config import Config, Loaded, load_config
+from jaxtrain.commands.shared import load_noted, print_records, print_table, print_text
+from jaxtrain.config import Config, Loaded
 from jaxtrain.config.files import find_config, shipped_configs, to_yaml
 from jaxtrain.config.kinds import check_kinds
 from jaxtrain.config.load import describe, nearest_key
@@ -26,27 +25,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.yaml:
         print_text(to_yaml(loaded.config.model_dump(mode="json")), end="")
     elif arguments.sharding:
-        with own_code(loaded.config):
-            _print_shardings(loaded.config, emulate=arguments.emulate)
+        _print_shardings(loaded.config, emulate=arguments.emulate)
     else:
         _print_keys(loaded, arguments.only)
     return 0
 
 
 def _load(arguments: argparse.Namespace) -> Loaded:
-    config = arguments.config
     try:
-        loaded = load_config(config, overrides=arguments.overrides)
+        loaded = load_noted(arguments)
     except ConfigError as error:
         # What is written to be read again takes the tokenizer of the weights; people look up keys without them.
         if arguments.yaml:
             raise
-        loaded = load_config(config, overrides=arguments.overrides, weights=False)
+        loaded = load_noted(arguments, weights=False)
         print_remark(f"jaxtrain train would refuse this: {error}")
     for part, name in loaded.from_python.items():
-        print_remark(f"the {part} of {config} came from Python ({name}); this config does not describe it")
-    for note in loaded.notes:
-        print_remark(note)
+        print_remark(f"the {part} came from Python ({name}); this config does not describe it")
     return loaded
 
 
@@ -86,7 +81,6 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
     from jaxtrain.data.configured import open_run_data
     from jaxtrain.layout.rules import table_row
     from jaxtrain.layout.sharding import path_name
-    from jaxtrain.metrics.format import format_bytes
     from jaxtrain.train.build import build_step
 
     model = config.model
@@ -101,26 +95,14 @@ def _print_shardings(config: Config, *, emulate: int | None) -> None:
     records = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(sharded_model.abstract_params):
         name = path_name(path)
-        axes = table_row(name, sharded_model.model.axes)
         records.append(
             {
                 "parameter": name,
                 "shape": leaf.shape,
-                "logical axes": "(not in the table)" if axes is None else ", ".join(axis or "-" for axis in axes),
-                "mesh axes": _mesh_axes(leaf.sharding.spec),
+                "logical axes": table_row(name, sharded_model.model.axes),
+                "mesh axes": tuple(leaf.sharding.spec),
                 "device_bytes": leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)),
             }
         )
     print_records(records)
-    num_bytes = sum(record["device_bytes"] for record in records)
-    print_text(f"\n{sharded_model.summary}: {format_bytes(num_bytes)} per device")
-
-
-def _mesh_axes(spec: Any) -> str:
-    """Return the mesh axes of each dimension as text."""
-    dims = []
-    for axes in spec:
-        if isinstance(axes, str):
-            axes = (axes,)
-        dims.append("+".join(axes or ()) or "-")
-    return ", ".join(dims) if {*dims} - {"-"} else "replicated"
+    print_text(f"\n{sharded_model.summary}")

@@ -1,26 +1,22 @@
 """`jaxtrain data`: encodes text into files of tokens, and shows rows with the tokens that have a loss."""
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.commands.shared import own_code, print_json, print_text
-from jaxtrain.config import Config, load_config
+from jaxtrain.commands.shared import load_noted, print_json, print_text
+from jaxtrain.config import Config
 from jaxtrain.config.arguments import local_path
 from jaxtrain.config.data import DocumentsData, JsonlData, TextData
 from jaxtrain.config.files import to_yaml
 from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.progress import Progress
 from jaxtrain.runtime.terminal import print_remark
-
-_REPORT_SECONDS = 10
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    loaded = load_config(arguments.config, overrides=arguments.overrides)
+    loaded = load_noted(arguments)
     loaded.check_described(given=["model", "task"])
-    for note in loaded.notes:
-        print_remark(note)
     return loaded.config
 
 
@@ -31,22 +27,11 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"data.kind={source.kind} is not text; set data.kind=text data.path=FILE, jsonl or documents")
     from jaxtrain.data import prepare_tokens
 
-    last_report = time.monotonic()
-
-    def report(documents: int, tokens: int) -> None:
-        nonlocal last_report
-        if time.monotonic() - last_report >= _REPORT_SECONDS:
-            last_report = time.monotonic()
-            print_remark(f"encoding: {documents:,} documents, {tokens:,} tokens")
-
     folder = local_path(arguments.output, what="--output")
-    info = prepare_tokens(source, folder, progress=report)
+    with Progress() as progress, progress.phase("encoding") as phase:
+        info = prepare_tokens(source, folder)
+        phase.note(f"{info['num_documents']:,} documents, {info['num_tokens']:,} tokens, {len(info['shards']):,} files")
     path = info["output"]
-    print_remark(
-        f"documents: {info['num_documents']:,}, "
-        f"tokens: {info['num_tokens']:,} of {info['vocab_size']:,} ids ({info['dtype']}), "
-        f"files: {len(info['shards']):,}"
-    )
     print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={path}")
     # On standard output, so that it can be appended to a config file.
     print_text(to_yaml({"data": {"kind": "tokens", "path": path}}), end="")
@@ -59,9 +44,8 @@ def run_show(arguments: argparse.Namespace) -> int:
     from jaxtrain.data.configured import open_run_data
     from jaxtrain.data.rows import shown_rows
 
-    with own_code(config):
-        data = open_run_data(config)
-        rows = list(shown_rows(data.train, arguments.rows, data.tokenizer))
+    data = open_run_data(config)
+    rows = list(shown_rows(data.train, arguments.rows, data.tokenizer))
     if arguments.json:
         print_json({"description": list(data.description), "counts": data.counts, "rows": rows})
         return 0
@@ -75,16 +59,9 @@ def _print_rows(rows: Sequence[Mapping[str, Any]], total: int) -> None:
     """Print rows with marks around the tokens that have a loss."""
     print_text("tokens between [[ and ]] have a loss")
     for row in rows:
-        parts = row["parts"]
-        num_trained = sum(part["trained"] for part in parts)
-        num_used = sum(part["places"] for part in parts)
-        length = row["length"]
-        if parts[-1]["name"] == "rejected":
-            length *= 2
-        counts = f"{length:,} positions, {length - num_used:,} unused, {num_trained:,} with a loss"
         print_text("")
-        print_text(f"row {row['number']} of {total:,}: {counts}")
-        for part in parts:
+        print_text(f"row {row['number']} of {total:,}: {row['length']:,} positions")
+        for part in row["parts"]:
             print_text(f"-- {part['name']}: {part['tokens']:,} tokens, {part['trained']:,} with a loss")
             for span in part["spans"]:
                 text = span["text"]

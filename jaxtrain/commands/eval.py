@@ -1,19 +1,15 @@
 """`jaxtrain eval`: a checkpoint of a run on held-out rows, or on tasks of lm-eval-harness."""
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain.commands.shared import own_code, print_json, print_records
-from jaxtrain.config import Config
+from jaxtrain.commands.shared import print_json, print_records
 from jaxtrain.config.data import CalledData
-from jaxtrain.config.files import is_run
 from jaxtrain.config.schema import CHANGED_BY_EVALUATION
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.open import open_run, saved_config
+from jaxtrain.inference.open import open_run
 from jaxtrain.metrics.evaluation import evaluate_batches
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import flat_scalars
@@ -22,18 +18,16 @@ from jaxtrain.runtime import distributed
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the metrics of a checkpoint, or of a published model on tasks; return 0."""
-    path = arguments.run_dir
-    config = None
-    compilation_cache = "auto"
     if arguments.tasks is None:
         for name in ("limit", "shots", "chat", "batch"):
             if getattr(arguments, name):
                 raise ConfigError(f"--{name} is for --tasks; for held-out rows write evaluation.max_batches=N")
-    if arguments.tasks is None or is_run(Path(path)):  # a published model has no config of its own
-        config = _evaluated_config(path, arguments.overrides)
-        compilation_cache = config.compilation_cache
-    distributed.start(emulate=arguments.emulate, compilation_cache=compilation_cache)
-    with own_code(config), Progress(process_index=jax.process_index()) as progress:
+    for override in arguments.overrides:
+        if not override.startswith(CHANGED_BY_EVALUATION):
+            keys = ", ".join(CHANGED_BY_EVALUATION)
+            raise ConfigError(f"{override} cannot change for a trained run; eval takes {keys}")
+    distributed.start(emulate=arguments.emulate)
+    with Progress(process_index=jax.process_index()) as progress:
         if arguments.tasks is None:
             metrics = _evaluate_rows(arguments, progress)
             records = [metrics]
@@ -43,20 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     if progress.silent:
         return 0
     if arguments.json:
-        print_json({"run_dir": path, **metrics})
+        print_json({"run_dir": arguments.run_dir, **metrics})
     else:
         print_records(records)
     return 0
-
-
-def _evaluated_config(run_dir: str, overrides: Sequence[str]) -> Config:
-    """Return the config of a run with the settings that an evaluation changes."""
-    config = saved_config(run_dir, overrides=overrides).config
-    for override in overrides:
-        if not override.startswith(CHANGED_BY_EVALUATION):
-            keys = ", ".join(CHANGED_BY_EVALUATION)
-            raise ConfigError(f"{override} cannot change for a trained run; eval takes {keys}")
-    return config
 
 
 def _evaluate_rows(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -4,10 +4,12 @@ No jax here: only the processes need it.
 """
 
 import argparse
+import math
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ from jaxtrain.commands.table import COMMANDS
 from jaxtrain.config import load_config
 from jaxtrain.errors import ConfigError, PreemptedError
 from jaxtrain.run.directory import folder_of
-from jaxtrain.run.supervise import resumed_words, supervise
+from jaxtrain.run.supervise import supervise
 from jaxtrain.runtime.devices import gpu_shares, visible_gpus
 from jaxtrain.runtime.terminal import print_remark
 
@@ -44,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         if words[0] != "train" or inner.restarts:
             raise ConfigError("--restarts before '--' is for your own programs, and for train without --restarts")
         run_dir = folder_of(load_config(inner.config, overrides=inner.overrides), inner.run_dir)
-    emulate = arguments.emulate or getattr(inner, "emulate", None)
-    if emulate is None:
+    if arguments.emulate is None:
         environments = gpu_shares(visible_gpus() or [], arguments.processes)
     else:
-        environments = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(emulate)}] * arguments.processes
+        environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.emulate)}
+        environments = [environment] * arguments.processes
     return run_restarted(command, environments, run_dir=run_dir, restarts=restarts)
 
 
@@ -70,8 +72,9 @@ def run_restarted(
         if not restarts:
             return run_processes(command, environments, signals)
 
-        def start(number: int, has_begun: bool) -> int:
-            words = resumed_words(command) if has_begun else command
+        def start(has_begun: bool) -> int:
+            # Of an option that is given twice, the last one counts: what `--resume=never` began is resumed.
+            words = [*command, "--resume=auto"] if has_begun else command
             return run_processes(words, environments, signals)
 
         return supervise(start, run_dir, restarts=restarts, asked=signals.asked, how_ended=how_ended)
@@ -104,10 +107,7 @@ def read_command(words: list[str]) -> tuple[list[str], argparse.Namespace | None
             raise ConfigError(f"jaxtrain launch: {first!r} is not a program; write: python {first}")
     name, rest = find_command(words)
     if first in _ALONE:
-        example = COMMANDS[name].example
-        raise ConfigError(
-            f"jaxtrain launch: {name!r} works in one process; run it without launch, as in: jaxtrain {example}"
-        )
+        raise ConfigError(f"jaxtrain launch: {name!r} works in one process; run it without launch")
     inner = parse(name, [word for word in rest if word != "--debug"])
     if getattr(inner, "config", None) is not None:
         load_config(inner.config, overrides=inner.overrides)
@@ -147,7 +147,8 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
                     "JAX_NUM_PROCESSES": str(len(environments)),
                     "JAX_PROCESS_ID": str(index),
                 }
-            signals.add(start_child(command, environment=environment, quiet=index > 0))
+            stderr = subprocess.PIPE if index else None
+            signals.add(start_child(command, environment=environment, stderr=stderr))
         for index, process in enumerate(processes):
             if process.stderr is not None:
                 reader = threading.Thread(target=_print_lines, args=(index, process.stderr), daemon=True)
@@ -164,12 +165,12 @@ def run_processes(command: Sequence[str], environments: Sequence[Mapping[str, st
 
 
 def _wait(processes: Sequence[Child], signalled: threading.Event) -> int:
-    """Wait until all processes have ended; after a failure, stop the others. Return the code of `run_processes`."""
+    """Wait until all processes have ended, or for a short time after a failure; return the code of `run_processes`."""
     running = dict(enumerate(processes))
     failure = 0
     orderly = 0
-    deadline = None
-    while running:
+    deadline = math.inf
+    while running and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         for index, process in list(running.items()):
             status = process.poll()
@@ -178,7 +179,7 @@ def _wait(processes: Sequence[Child], signalled: threading.Event) -> int:
             del running[index]
             code = exit_code(status)
             if code in _ORDERLY:
-                orderly = orderly or code
+                orderly = max(orderly, code)
             elif not failure:
                 failure = code
                 deadline = time.monotonic() + _GRACE_SECONDS
@@ -188,11 +189,6 @@ def _wait(processes: Sequence[Child], signalled: threading.Event) -> int:
                     )
                 for other in running.values():
                     other.send_signal(signal.SIGTERM)
-        if running and deadline is not None and time.monotonic() > deadline:
-            print_remark(f"jaxtrain: killing processes that did not end within {_GRACE_SECONDS:g} s: {[*running]}")
-            for process in running.values():
-                kill_child(process)
-            deadline = None
     return failure or orderly
 
 

@@ -5,7 +5,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from jaxtrain.commands.table import COMMANDS, Parser
+from jaxtrain.commands.table import COMMANDS
 from jaxtrain.errors import ConfigError
 
 
@@ -61,36 +61,17 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: an argument is wrong, is missing, or is not one of the command's.
     """
-    parser = COMMANDS[name].parser
-    inner: list[str] = []
-    if name == "launch" and "--" in words:
-        start = words.index("--")
-        inner = list(words[start + 1 :])
-        words = words[:start]
-    # --train.steps=5 is train.steps=5; the name of an option has no dot.
-    words = [re.sub(r"^--(?=\w+\.[\w.]+=)", "", word) for word in words]
-    arguments, unknown = parser.parse_known_intermixed_args(words)
-    if name == "launch":
-        arguments.command = inner
-    takes_keys = "overrides" in arguments
-    if takes_keys:
-        arguments.overrides = list(arguments.overrides)
-    for word in unknown:
-        _check_unknown(parser, word, takes_keys=takes_keys)
-        arguments.overrides.append(word.removeprefix("--"))
-    return arguments
-
-
-def _check_unknown(parser: Parser, word: str, *, takes_keys: bool) -> None:
-    """Report a word that is neither an argument of the command nor a key that is written as an option (`--seed=3`)."""
-    option, equals, _ = word.partition("=")
+    parser = COMMANDS[name]
+    end = words.index("--") if "--" in words else len(words)
+    arguments, unknown = parser.parse_known_intermixed_args(words[:end])
+    arguments.command = list(words[end + 1 :])
     options = re.findall(r"--?[a-z][a-z-]*", parser.format_usage())
-    if close := difflib.get_close_matches(option, options, 1, 0.7):
-        parser.error(f"no option {option}, did you mean {close[0]}?")
-    if not takes_keys or not option.startswith("--"):
-        parser.error(f"unexpected argument {word!r}")
-    if not equals:
-        from jaxtrain.config.load import nearest_key
-
-        key = option[2:]
-        parser.error(f"no option {option}; write a config key as {nearest_key(key) or key}=VALUE")
+    for word in unknown:
+        option = word.partition("=")[0]
+        if close := difflib.get_close_matches(option, options, 1, 0.7):
+            parser.error(f"no option {option}, did you mean {close[0]}?")
+        if "overrides" not in arguments or not word.startswith("--"):
+            parser.error(f"unexpected argument {word!r}")
+        # A key that is written as an option: --train.steps=5.
+        arguments.overrides = [*arguments.overrides, word.removeprefix("--")]
+    return arguments

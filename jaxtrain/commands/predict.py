@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.commands.shared import own_code, print_text
+from jaxtrain.commands.shared import print_text
 from jaxtrain.config.arguments import local_path
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.open import open_model
@@ -36,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     distributed.start(emulate=arguments.emulate)
     with Progress(process_index=jax.process_index()) as progress, progress.phase("predicting") as phase:
         model = open_model(arguments.run_dir, step=arguments.step, quantize=arguments.quantize, report=progress.message)
-        with own_code(model.config):
-            rows = model.predict_file(arguments.file, batch_size=arguments.batch, probabilities=arguments.probabilities)
+        rows = model.predict_file(arguments.file, batch_size=arguments.batch, probabilities=arguments.probabilities)
         phase.note(f"{len(rows):,} rows")
     if progress.silent:
         return 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 JAXTRAIN = (sys.executable, "-m", "jaxtrain")
 # Ctrl-C, a request to end, a closed terminal (which means "save and exit" as well), and the warnings that Slurm sends
@@ -55,20 +56,22 @@ class Signals:
             child.send_signal(number)
 
 
-def start_child(command: Sequence[str], *, environment: Mapping[str, str], quiet: bool = False) -> Child:
+def start_child(
+    command: Sequence[str], *, environment: Mapping[str, str], stderr: int | IO[str] | None = None
+) -> Child:
     """Start a process that ends when this one is killed.
 
     Args:
         command: program and words.
         environment: variables besides those of this process.
-        quiet: whether it does not write to the terminal: its standard error is a pipe, and its output is not kept.
+        stderr: file or pipe of its standard error, and then its output is not kept; None: both are of this process.
     """
     return subprocess.Popen(
         command,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if quiet else None,
-        stderr=subprocess.PIPE if quiet else None,
+        stdout=stderr and subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
         errors="replace",
         # Its own process group, because a terminal sends Ctrl-C to the group of this process, which passes it on.
@@ -77,19 +80,11 @@ def start_child(command: Sequence[str], *, environment: Mapping[str, str], quiet
     )
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def _die_with_parent() -> Callable[[], object] | None:
     """Return what a new process calls first, so that it ends when this one is killed; None outside Linux."""
     if sys.platform != "linux":
         return None
-    library = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def prepare() -> None:
-        library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
+    return functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def kill_child(process: Child) -> None:

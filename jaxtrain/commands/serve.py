@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import time
 
 from jaxtrain.commands.shared import print_text
 from jaxtrain.errors import ConfigError
@@ -24,7 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     key = read_api_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, has_key=key is not None) as socket:
-        began = time.monotonic()
         distributed.start(emulate=arguments.emulate)
         served = open_served(
             arguments.path,
@@ -40,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         address = address_of(socket)
         slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
         print_remark(repr(served.sharded_model))
-        print_remark(f"model {served.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
-        print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
+        print_remark(f"model {served.name!r}: {slots}")
         try:
             serve_app(
                 build_app(service, host=arguments.host),

@@ -1,8 +1,7 @@
-"""What several commands do: print answers, check a config, and give errors of the user's own code as one line."""
+"""What several commands do: load a config, print an answer for people or as JSON, and write the file of an option."""
 
 import argparse
 import contextlib
-import errno
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.kinds import called_parts, check_kinds
-from jaxtrain.config.schema import Config
-from jaxtrain.errors import ConfigError, UserError, first_line
-from jaxtrain.metrics.format import format_bytes
-from jaxtrain.runtime.call import user_place
+from jaxtrain.config.kinds import check_kinds
+from jaxtrain.errors import ConfigError
+from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.runtime.files import strict_json
 from jaxtrain.runtime.terminal import print_remark, printable
 
@@ -48,53 +45,67 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in header:
-            table.add_column(name, overflow="fold")
+        table = Table(*header, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
         Console(highlight=False).print(table)
         return
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        cells = map(str.ljust, line, widths)
         print_text("  ".join(cells).rstrip())
 
 
 def print_records(records: Sequence[Mapping[str, Any]]) -> None:
-    """Print records with equal keys, of which there is at least one, as a table."""
-    rows = [[value_text(name, value) for name, value in record.items()] for record in records]
-    print_table([*records[0]], rows)
+    """Print records with equal keys as a table."""
+    if records:
+        rows = []
+        for record in records:
+            rows.append([value_text(name, value) for name, value in record.items()])
+        print_table([*records[0]], rows)
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """Print a name and a value per line; those of a mapping inside have its name before theirs."""
+    print_table(("what", "value"), [*_fact_rows(facts)])
+
+
+def _fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, fact in facts.items():
+        label = prefix + name.replace("_", " ")
+        if isinstance(fact, Mapping):
+            yield from _fact_rows(fact, f"{label} ")
+        else:
+            yield label, value_text(name, fact)
 
 
 def value_text(name: str, value: Any) -> str:
-    """Return a value as it is printed for people: sizes in binary units, and a dash for None."""
+    """Return a value as it is printed for people: bytes in binary units, large numbers as counts, a dash for None."""
     if value is None:
         return "-"
-    if name.endswith(("bytes", "size")):
+    if name.endswith("bytes"):
         return format_bytes(value)
-    if isinstance(value, float):
+    if not isinstance(value, float):
+        return str(value)
+    if abs(value) < 1e6:
         return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key.replace('_', ' ')} {value_text(key, item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return " x ".join(map(str, value)) or "scalar"
-    return str(value)
+    return format_count(value)
+
+
+def load_noted(arguments: argparse.Namespace, *, weights: bool = True) -> Loaded:
+    """Load the config of a command, and print the loader's notes."""
+    loaded = load_config(arguments.config, overrides=arguments.overrides, weights=weights)
+    for note in loaded.notes:
+        print_remark(note)
+    return loaded
 
 
 def load_described(arguments: argparse.Namespace) -> Loaded:
-    """Load a config that describes all of a run, without the weights that it starts from; print the loader's notes.
-
-    A transformer with causal=false passes, because a task from Python, which no config describes, can train it.
-    """
-    loaded = load_config(arguments.config, overrides=arguments.overrides, weights=False)
+    """Load a config that describes all of a run, without the weights that it starts from."""
+    loaded = load_noted(arguments, weights=False)
     loaded.check_described()
-    for note in loaded.notes:
-        print_remark(note)
-    model = loaded.config.model
-    sees_ahead = model.kind == "transformer" and not model.causal
-    check_kinds(loaded.config, own_task=sees_ahead and loaded.config.task == "language_modeling")
+    check_kinds(loaded.config)
     return loaded
 
 
@@ -111,31 +122,8 @@ def write_output(option: str, path: Path | str, text: str) -> None:
 
 @contextlib.contextmanager
 def writes(option: str) -> Iterator[None]:
-    """Turn errors of writing the file that an option names into one line; a full disk is reported as everywhere."""
+    """Turn errors of writing the file that an option names into one line."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
         raise ConfigError(f"{option} {error.filename}: {error.strerror}; give a file in a folder that exists") from None
-
-
-@contextlib.contextmanager
-def own_code(config: Config | None) -> Iterator[None]:
-    """Turn an error that passed through the user's code into one line that names the line of that code.
-
-    The models, losses and rows that functions of a config make are applied long after the functions returned.
-    """
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        if config is None or not called_parts(config) or "RESOURCE_EXHAUSTED" in str(error):
-            raise
-        place = user_place(error)
-        if place is None:
-            raise
-        raise ConfigError(
-            f"{place} raised {type(error).__name__}: {first_line(error)}; --debug shows the traceback"
-        ) from error

@@ -4,19 +4,15 @@ import argparse
 import functools
 import itertools
 import json
-import shutil
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.commands.processes import JAXTRAIN, Signals, exit_code, how_ended, kill_child, start_child
+from jaxtrain.commands.processes import JAXTRAIN, Signals, exit_code, how_ended, start_child
 from jaxtrain.commands.shared import print_text
 from jaxtrain.config import load_config
 from jaxtrain.config.secrets import redacted_words
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
-from jaxtrain.metrics.format import format_duration
 from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
 from jaxtrain.metrics.report.run_files import read_json
 from jaxtrain.run.directory import RunLock, run_folder
@@ -25,19 +21,6 @@ from jaxtrain.runtime.terminal import print_remark
 
 # Another start would end in the same way; not so after a missing file or package, which may be there by then.
 _FINAL = (0, DivergedError.exit_code)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One training of a sweep, and the folder of its run."""
-
-    config: str
-    settings: list[str]
-    folder: Path
-
-    def record(self, exit_code: int | None) -> dict[str, object]:
-        """Return what the file of the trial holds; an exit code of None: it has not ended."""
-        return {"config": self.config, "settings": redacted_words(self.settings), "exit_code": exit_code}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,22 +35,20 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a setting is wrong, or the directory holds another sweep.
     """
     config = arguments.config
-    combinations = all_trials(arguments.overrides)
+    trials = all_trials(arguments.overrides)
     # Every mistake in a setting is reported before anything starts.
-    stores = set()
-    for settings in combinations:
-        loaded = load_config(config, overrides=settings)
-        store = loaded.config.checkpoint.directory
-        if store is not None and store in stores:
-            raise ConfigError(f"checkpoint.directory={store} would be shared by several trials; leave it out")
-        stores.add(store)
-    folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
-    trials = [Trial(config, settings, folder / f"{number:03d}") for number, settings in enumerate(combinations)]
+    names = [load_config(config, overrides=settings).name for settings in trials]
+    folder = run_folder(arguments.run_dir, f"{names[0]}-sweep")
+    folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
-        for trial in trials:
-            _claim_folder(trial)
-        codes = list(pool.map(functools.partial(_train, signals), trials))
-    page = write_comparison([trial.folder for trial in trials], folder / "report.html")
+        for trial_folder, settings in zip(folders, trials, strict=True):
+            trial: dict[str, object] = {
+                "config": config,
+                "settings": redacted_words(settings),
+            }
+            _claim_folder(trial_folder, trial)
+        codes = list(pool.map(functools.partial(_train, signals, config), folders, trials))
+    page = write_comparison(folders, folder / "report.html")
     print_text(f"report: {page}")
     if signals.asked.is_set():
         return PreemptedError.exit_code
@@ -82,8 +63,8 @@ def all_trials(words: Sequence[str]) -> list[list[str]]:
     """
     choices: dict[str, list[str]] = {}
     for word in words:
-        key, equals, text = word.partition("=")
-        if not key or not equals:
+        key, _, text = word.partition("=")
+        if not text:
             raise ConfigError(f"cannot read {word!r}; write key=value or key=v1,v2")
         if key in choices:
             raise ConfigError(f"{key} is given twice; write it once, as in {key}=v1,v2")
@@ -107,48 +88,38 @@ def _split(text: str) -> list[str]:
     return values or [text]
 
 
-def _claim_folder(trial: Trial) -> None:
+def _claim_folder(folder: Path, trial: dict[str, object]) -> None:
     """Write what a trial is to its folder, or check that it is the one in the folder."""
-    path = trial.folder / TRIAL_FILE
-    if not path.exists():
-        trial.folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, trial.record(None))
-        return
-    recorded = read_json(path)
-    settings = recorded.get("settings")
-    if recorded != trial.record(recorded.get("exit_code")):
-        raise ConfigError(f"{trial.folder} holds a trial of another sweep ({settings}); use another --run-dir")
-
-
-def _train(signals: Signals, trial: Trial) -> int:
-    """Train one trial and note how it ended, unless that is known; return its exit code."""
-    folder = trial.folder
     path = folder / TRIAL_FILE
-    settings = " ".join(trial.settings)
-    label = f"{folder}: {settings}"
-    code = read_json(path).get("exit_code")
+    recorded = read_json(path)
+    if not recorded:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, {**trial, "exit_code": None})
+    elif recorded != {**trial, "exit_code": recorded.get("exit_code")}:
+        raise ConfigError(f"{folder} holds a trial of another sweep; use another --run-dir")
+
+
+def _train(signals: Signals, config: str, folder: Path, settings: Sequence[str]) -> int:
+    """Train one trial and note how it ended, unless that is known; return its exit code."""
+    path = folder / TRIAL_FILE
+    trial = read_json(path)
+    label = f"{folder}: {' '.join(settings)}"
+    code = trial["exit_code"]
     if code in _FINAL:
         print_remark(f"{label}: {how_ended(code)} before")
         return code
     if signals.asked.is_set():
         return PreemptedError.exit_code
-    began = time.monotonic()
-    write_json_atomic(path, trial.record(None))
+    write_json_atomic(path, {**trial, "exit_code": None})
     # Quoted, because "a: b" alone is a mapping of YAML.
     name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")
-    command = [*JAXTRAIN, "train", trial.config, f"name={name}", *trial.settings]
+    command = [*JAXTRAIN, "train", config, f"name={name}", *settings]
     command += ["--run-dir", str(folder)]
-    child = start_child(command, environment={}, quiet=True)
-    signals.add(child)
-    try:
-        assert child.stderr is not None  # since it is quiet
-        with child.stderr as lines, (folder / "trial.log").open("a", encoding="utf-8") as log:
-            shutil.copyfileobj(lines, log)
+    with (folder / "trial.log").open("a", encoding="utf-8") as log:
+        child = start_child(command, environment={}, stderr=log)
+        signals.add(child)
         code = exit_code(child.wait())
-    finally:
-        kill_child(child)
-        signals.children.remove(child)
-    write_json_atomic(path, trial.record(code))
-    duration = format_duration(time.monotonic() - began)
-    print_remark(f"{label}: {how_ended(code)} after {duration}")
+    signals.children.remove(child)
+    write_json_atomic(path, {**trial, "exit_code": code})
+    print_remark(f"{label}: {how_ended(code)}")
     return code

@@ -6,7 +6,6 @@ The functions are imported when a command runs, so that `--help` answers at once
 import argparse
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxtrain.errors import ConfigError
@@ -16,21 +15,26 @@ from jaxtrain.submit.slurm import RESTARTED, SIGNALS
 Argument = tuple[list[str], dict[str, Any]]
 
 
-class Parser(argparse.ArgumentParser):
-    """The options of a command; a usage error is one line."""
+class Command(argparse.ArgumentParser):
+    """One command and its options; a usage error is one line.
+
+    Attributes:
+        summary: its line in the help.
+        example: words after `jaxtrain` that run it.
+        function: `module.function` of `jaxtrain.commands`, imported when the command runs.
+    """
+
+    summary: str
+    example: str
+    function: str
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message.removeprefix('argument ')}; see '{self.prog} --help'")
 
-
-@dataclass(frozen=True)
-class Command:
-    """One command: its line in the help, an example, its options, and the function that runs it."""
-
-    summary: str
-    example: str
-    parser: Parser
-    run: Callable[[argparse.Namespace], int]
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command, and return its exit code."""
+        module, _, attribute = self.function.partition(".")
+        return getattr(importlib.import_module(f"jaxtrain.commands.{module}"), attribute)(arguments)
 
 
 COMMANDS: dict[str, Command] = {}
@@ -44,17 +48,8 @@ def _command(
     *arguments: Argument | list[Argument],
     usage: str | None = None,
 ) -> None:
-    """Add a command to the table.
-
-    Args:
-        name: one or two words after `jaxtrain`.
-        summary: its line in the help.
-        function: `module.function` of `jaxtrain.commands`, imported when the command runs.
-        example: words after `jaxtrain` that run it.
-        arguments: what it takes; of a list at most one.
-        usage: words of its usage; None: those of argparse.
-    """
-    parser = Parser(
+    """Add a command of one or two words to the table; it takes at most one of a list of arguments."""
+    command = Command(
         prog=f"jaxtrain {name}",
         usage=usage,
         description=f"{summary[0].upper()}{summary[1:]}.",
@@ -62,20 +57,18 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    command.summary = summary
+    command.example = example
+    command.function = function
+    COMMANDS[name] = command
     for argument in arguments:
         if isinstance(argument, list):
-            group = parser.add_mutually_exclusive_group()
+            group = command.add_mutually_exclusive_group()
             for names, settings in argument:
                 group.add_argument(*names, **settings)
         else:
             names, settings = argument
-            parser.add_argument(*names, **settings)
-
-    def run(arguments: argparse.Namespace) -> int:
-        module, _, attribute = function.partition(".")
-        return getattr(importlib.import_module(f"jaxtrain.commands.{module}"), attribute)(arguments)
-
-    COMMANDS[name] = Command(summary, example, parser, run)
+            command.add_argument(*names, **settings)
 
 
 def option(names: str, metavar: str | None, about: str, **settings: Any) -> Argument:
@@ -97,7 +90,7 @@ def whole_number(least: int, most: int = 10**9) -> Callable[[str], int]:
     """Return a reader of whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
         return int(text)
 

@@ -13,26 +13,14 @@ from jaxtrain.run.directory import folder_of
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train what a config describes; return 0."""
+    """Train what a config describes; return 0, or with `--restarts` the exit code of the last start."""
+    loaded = load_config(arguments.config, overrides=arguments.overrides)
     if arguments.restarts:
-        return _run_restarted(arguments)
-    from jaxtrain.commands.shared import own_code
+        # The command of this process again; of an option that is given twice, the last one counts.
+        command = [*JAXTRAIN, *sys.argv[1:], "--restarts=0"]
+        run_dir = folder_of(loaded, arguments.run_dir)
+        return run_restarted(command, [{}], run_dir=run_dir, restarts=arguments.restarts)
     from jaxtrain.run.run_config import run_config
 
-    loaded = load_config(arguments.config, overrides=arguments.overrides)
-    with own_code(loaded.config):
-        run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
+    run_config(loaded, run_dir=arguments.run_dir, resume=arguments.resume, emulate=arguments.emulate)
     return 0
-
-
-def _run_restarted(arguments: argparse.Namespace) -> int:
-    """Train in a process of its own, and start it again after failures; return the exit code of the last start."""
-    folder = folder_of(load_config(arguments.config, overrides=arguments.overrides), arguments.run_dir)
-    command = [*JAXTRAIN, "train", arguments.config, *arguments.overrides, "--resume", arguments.resume]
-    if arguments.run_dir is not None:
-        command += ["--run-dir", arguments.run_dir]
-    if arguments.emulate is not None:
-        command += ["--emulate", str(arguments.emulate)]
-    if "--debug" in sys.argv:
-        command.append("--debug")
-    return run_restarted(command, [{}], run_dir=folder, restarts=arguments.restarts)

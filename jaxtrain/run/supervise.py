@@ -7,7 +7,7 @@ verifies the checkpoint, and goes on from an older one where the newest is damag
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ def is_restarted(code: int, *, has_trained: bool) -> bool:
 
 
 def supervise(
-    start: Callable[[int, bool], int],
+    start: Callable[[bool], int],
     run_dir: Path | None,
     *,
     restarts: int,
@@ -71,8 +71,8 @@ def supervise(
     """Start a run, and again after each failure that another start may get over, after 1, 2, 4 ... 60 s.
 
     Args:
-        start: runs the processes to their end, and gives the exit code; receives the number of restarts before, and
-            whether one of these starts left a trace, so that what the directory held before is not gone on with.
+        start: runs the processes to their end, and gives the exit code; receives whether a start before it left a
+            trace, so that what the directory held before all of them is not resumed.
         run_dir: directory of the run; None: not known, since the processes are of a program.
         restarts: the largest number of restarts.
         asked: set once the end was asked for by a signal; where nothing runs then, the result is 75.
@@ -85,7 +85,7 @@ def supervise(
     reached = first
     while True:
         before = reached
-        code = start(number, reached != first)
+        code = start(reached != first)
         reached = read_position(run_dir)
         has_saved = reached.saved > before.saved
         if asked.is_set() or not is_restarted(code, has_trained=has_saved or reached.step > before.step):
@@ -108,12 +108,3 @@ def supervise(
         print_remark(f"{end}; restart {number} of {restarts} in {wait} s{where}")
         if asked.wait(wait):
             return PreemptedError.exit_code
-
-
-def resumed_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a start after one that began: what `--resume never` began is resumed."""
-    resumed = ["--resume=auto" if word == "--resume=never" else word for word in words]
-    for index, word in enumerate(resumed[1:], 1):
-        if word == "never" and resumed[index - 1] == "--resume":
-            resumed[index] = "auto"
-    return resumed

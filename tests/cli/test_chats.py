@@ -40,7 +40,7 @@ def test_rows_are_shown_with_what_has_a_loss(cli, folder, monkeypatch):
     assert "rows.jsonl: 20 conversations, 820 tokens, 28% of them trained" in answer.out
     assert "tokens between [[ and ]] have a loss" in answer.out
     # The rows of the file have 40 or 42 tokens, of which the last is a target alone.
-    assert "row 0 of 10: 96 positions, 57 unused, 11 with a loss\n-- conversation 1: 40 tokens, 11 with" in answer.out
+    assert "row 0 of 10: 96 positions\n-- conversation 1: 40 tokens, 11 with" in answer.out
     assert "<|im_start|>assistant\n[[It is <" in answer.out
 
 

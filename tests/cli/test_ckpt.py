@@ -20,15 +20,15 @@ def damaged_run(text_run, tmp_path):
 
 def test_lists_the_steps(cli, text_run):
     header, *rows = cli("ckpt", "ls", str(text_run)).out.splitlines()
-    assert header.split() == ["step", "time", "size", "eval_loss", "ok"]
+    assert header.split() == ["step", "saved_at", "bytes", "eval_loss", "ok"]
     assert [row.split()[0] for row in rows] == ["2", "4"]
-    assert {row.split()[-1] for row in rows} == {"yes"}
+    assert {row.split()[-1] for row in rows} == {"True"}
 
 
 def test_verify_finds_damage(cli, damaged_run):
     answer = cli("ckpt", "ls", str(damaged_run), "--verify")
     assert answer.code == 4
-    assert [line.split()[-1] for line in answer.out.splitlines()[1:]] == ["verified", "damaged"]
+    assert [line.split()[-1] for line in answer.out.splitlines()[1:]] == ["True", "False"]
     assert answer.err.count("\n") == 1
     assert "4 is damaged" in answer.err
 

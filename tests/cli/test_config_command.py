@@ -48,4 +48,8 @@ def test_shardings_of_a_published_size_need_no_data(cli):
     assert answer.code == 0
     rows = {line.split("  ")[0]: line for line in answer.out.splitlines()}
     row = [cell.strip() for cell in rows["blocks/attention/query/kernel"].split("  ") if cell.strip()]
-    assert row[1:4] == ["16 x 2048 x 32 x 64", "layers, embed, heads, head_dim", "-, fsdp, tensor, -"]
+    assert row[1:4] == [
+        "(16, 2048, 32, 64)",
+        "('layers', 'embed', 'heads', 'head_dim')",
+        "(None, 'fsdp', 'tensor', None)",
+    ]

@@ -114,10 +114,9 @@ def test_state_bytes_are_those_of_the_step(cli, words):
 def test_search_ranks_and_explains(cli):
     answer = cli(*PLAN, "h100x8", "--search")
     assert answer.code == 0
-    (tried,) = re.findall(r"^tried (\d+) layouts of h100x8 in [\d.]+ s\n$", answer.err)
     heading = r"\nh100x8: (\d+) of (\d+) layouts fit; the first by step time:\n"
     fit, total = map(int, re.search(heading, answer.out).groups())
-    assert total == int(tried) > fit > 0
+    assert total > fit > 0
     ranked = re.findall(r"^ +(\d+)\. +([\d.,]+) µs +([\d.]+) MiB +(\S.*)$", answer.out, re.MULTILINE)
     assert [int(row[0]) for row in ranked] == list(range(1, 11))
     # Not "0 ms" for a model that takes less than one.
@@ -130,12 +129,14 @@ def test_search_ranks_and_explains(cli):
 
 def test_the_largest_batch(cli):
     words = ("plan", "llama3_8b", "--on", "h100x8", "--analytic", "train.accumulation_steps=1")
-    answer = cli(*words, "--largest-batch")
-    (rows,) = re.findall(r"\nh100x8: the largest global batch that fits is (\d+) rows \(formulas\)\n$", answer.out)
-    verdicts = [plans(cli(*words, "--json", f"train.global_batch_size={n}"))[0]["fits"] for n in (rows, int(rows) + 8)]
+    (largest,) = plans(cli(*words, "--largest-batch", "--json"))
+    rows = largest["workload"]["rows"]
+    assert largest["config"]["train"]["global_batch_size"] == rows
+    assert re.search(rf"\n +batch +{rows} rows of", cli(*words, "--largest-batch").out)
+    verdicts = [plans(cli(*words, "--json", f"train.global_batch_size={n}"))[0]["fits"] for n in (rows, rows + 8)]
     assert verdicts == [True, False]
     none = cli("plan", "llama3_8b", "--on", "rtx4090", "--analytic", "parallel.fsdp=1", "--largest-batch")
-    assert none.out.endswith("\nrtx4090: not even the smallest batch fits (formulas)\n")
+    assert none.out.startswith("rtx4090 does not fit: ")
 
 
 def test_advice_is_shown_where_it_does_not_fit(cli):

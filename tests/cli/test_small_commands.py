@@ -42,7 +42,7 @@ def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):
     words = (f"data.path={tmp_path / 'text.txt'}", "data.tokenizer.kind=byte")
     answer = cli("data", "prepare", "quickstart", *words, "-o", str(tmp_path / "tokens"))
     assert answer.code == 0
-    assert "documents: 1, tokens: 1,351 of 256 ids (uint16), files: 1" in answer.err
+    assert "(1 documents, 1,351 tokens, 1 files)" in answer.err
     (tmp_path / "config.yaml").write_text(answer.out)
     config = load_config(tmp_path / "config.yaml").config
     assert (config.data.kind, config.data.path) == ("tokens", str(tmp_path / "tokens"))
@@ -50,8 +50,7 @@ def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):
     assert (data.vocab_size, data.units_per_row) == (256, 32)
     again = cli("data", "prepare", "quickstart", *words, "-o", str(tmp_path / "tokens"))
     assert (again.code, again.out) == (3, "")
-    assert again.err.startswith("jaxtrain: output ")
-    assert again.err.count("\n") == 1
+    assert "\njaxtrain: output " in again.err
 
 
 def test_reports_what_is_here(cli):

@@ -126,7 +126,7 @@ def test_a_terminal_gets_no_escape_codes(hostile_run, capsys):
 
 def check_stream(command: str, streams: str, code: int, line: str = "") -> None:
     """A command whose standard output and error are redirected in a shell: its exit code, and what is left to see."""
-    words = f"{sys.executable} -m jaxtrain.cli {command} {streams}"
+    words = f"{sys.executable} -m jaxtrain {command} {streams}"
     settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         ["bash", "-c", words], capture_output=True, text=True, env=os.environ | settings, timeout=300, check=False

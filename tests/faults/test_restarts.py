@@ -77,8 +77,8 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
     starts, left = [], iter(ends)
     make_position(tmp_path, 0, 0)
 
-    def start(number: int, has_begun: bool) -> int:
-        starts.append((number, has_begun))
+    def start(has_begun: bool) -> int:
+        starts.append(has_begun)
         found, row, saved = next(left)
         make_position(tmp_path, row, saved)
         return found
@@ -87,7 +87,7 @@ def test_when_a_run_is_started_again(tmp_path, capsys, ends, restarts, code, wai
     asked: Any = events
     assert supervise(start, tmp_path, restarts=restarts, asked=asked, how_ended=how_ended) == code
     began = [any(steps) for _, *steps in [(0, 0, 0), *ends[:-1]]]
-    assert (starts, events.found) == (list(enumerate(began)), waits)
+    assert (starts, events.found) == (began, waits)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(waits) + ("allows" in line or "twice" in line)
     assert line in (said or [""])[-1]
