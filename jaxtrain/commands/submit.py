@@ -40,7 +40,7 @@ def slurm_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(map(step_number, text.split(","))),
         default=RESTARTED,
         metavar="CODES",
-        help="exit codes that restart the job; default: 70,75 (137: a process was killed)",
+        help="exit codes that restart the job; default: 70,75,134 (137: a process was killed)",
     )
     add_each = functools.partial(add, action="append", default=[])
     add_each("--setup", metavar="LINE", help="shell line to run first, as in 'source .venv/bin/activate'; may repeat")
