@@ -104,6 +104,12 @@ class StorageError(UserError):
     exit_code = 1
 
 
+class LostProcessError(UserError):
+    """Another process of the run is gone, or did not come; another start may get over it (exit code 70)."""
+
+    exit_code = 70
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, of 300 characters at most, or the name of its class if it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -334,7 +334,7 @@ _command(
     option(
         "--restart-at",
         "CODES",
-        "exit codes that restart the job; default: 70,75 (137: a process was killed)",
+        "exit codes that restart the job; default: 70,75,134 (137: a process was killed)",
         type=exit_codes,
         default=RESTARTED,
     ),

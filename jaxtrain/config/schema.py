@@ -364,19 +364,19 @@ class WatchdogConfig(Group):
     """How long each phase may take without progress; a run that stalls for longer ends with exit code 70."""
 
     enabled: bool = True
-    """Watch for stalls and lost processes; false: a run that hangs never ends."""
+    """Watch for stalls; false: a run that hangs never ends."""
     compile_seconds: Seconds = 7_200.0
     """Limit for compiling, and for the first step of a process."""
     step_seconds: Seconds = 300.0
-    """Limit for a step; 10 times the median step if that is longer."""
+    """Limit for a step, which may wait for other processes; 10 times the step before if that is longer."""
     data_seconds: Seconds = 1_800.0
-    """Limit for waiting for a batch; 10 times the median step if that is longer."""
+    """Limit for waiting for a batch; 10 times the step before if that is longer."""
     save_seconds: Seconds = 3_600.0
     """Limit for a save."""
     other_seconds: Seconds = 14_400.0
     """Limit for any other phase: reading data, restoring, a batch of an evaluation, a callback, the report."""
-    lost_seconds: Annotated[float, Field(ge=1, le=3600)] = 25.0
-    """Silence after which another process counts as lost; doubled while it starts or reads data."""
+    lost_seconds: Annotated[int, Field(ge=1, le=3600)] = 25
+    """Silence after which another process counts as lost, and jax aborts this one; also with enabled: false."""
 
 
 def limits(watchdog: WatchdogConfig | None) -> WatchdogConfig | None:

@@ -9,7 +9,7 @@ import optax
 
 from jaxtrain.config import Loaded, load_config
 from jaxtrain.config.arguments import check_kind
-from jaxtrain.config.schema import EarlyStopping, limits
+from jaxtrain.config.schema import EarlyStopping, WatchdogConfig
 from jaxtrain.data import Data
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.progress import Progress
@@ -78,11 +78,11 @@ def run_config(
     parts = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[name for name, part in parts.items() if part is not None])
     folder = folder_of(loaded, run_dir)
-    watchdog = limits(loaded.config.watchdog)
+    watchdog = loaded.config.watchdog or WatchdogConfig()
     distributed.start(
         emulate=emulate,
         compilation_cache=loaded.config.compilation_cache,
-        lost_seconds=None if watchdog is None else watchdog.lost_seconds,
+        lost_seconds=watchdog.lost_seconds,
     )
     check_parts(model=model, task=task, optimizer=optimizer)
     if data is not None:

@@ -271,7 +271,6 @@ class Trainer:
     def _watch(self) -> None:
         """Follow the steps after the one that the state is of."""
         self.interrupt.check()
-        self.activity.begins_at(self.step)
         spec = self.spec
         self.watch = Watch(self.run.config, spec.run_dir, spec.callbacks, start=self.step, log=self.record.log)
 
@@ -348,7 +347,7 @@ class Trainer:
             in_flight = None
             skipped_in_a_row = int(metrics["skipped_in_a_row"])  # blocks until the step is done
             seconds = clock.done(waited, next_wait)
-            self.activity.finished(number, seconds)
+            self.activity.step_seconds = seconds
             profile.after_step(number)
             self.steps.note(number, metrics, seconds, waited)
             bad_steps.note(number, metrics)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,14 +20,13 @@ from jaxtrain.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    LostProcessError,
     StorageError,
     UserError,
     first_line,
 )
 from jaxtrain.runtime.cluster import Cluster, detect_cluster, environment_number, in_pod, local_device_ids
 from jaxtrain.runtime.compiler import use_cache
-from jaxtrain.runtime.heartbeats import LOST
-from jaxtrain.runtime.relay import relayed
 from jaxtrain.runtime.terminal import print_remark
 
 if TYPE_CHECKING:
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT = "JAXTRAIN_JOIN_TIMEOUT_SECONDS"
 _JOIN_SECONDS = 300
-# A process that is silent for this long counts as failed, and the others end: they cannot continue without it.
-_HEARTBEAT_SECONDS = 30
-# While a process starts, the watchdog bears twice the usual silence.
-_TIMES_LOST = 3
 # jax aborts a process, with a stack trace, when others do not join in time; our own limit ends this much earlier.
 _ABORT_MARGIN_SECONDS = 60
+_OTHERS_END_SECONDS = 5.0
 # Of a GPU's memory, what jax takes for itself: its own default, 0.75, leaves 20 GiB of an H100 idle. NCCL, cuBLAS and
 # CUDA's context need a few GiB. XLA_PYTHON_CLIENT_MEM_FRACTION, where it is set, says otherwise.
 GPU_MEMORY_FRACTION = 0.92
@@ -56,15 +53,7 @@ _ERRORS = {error.exit_code: error for error in (ConfigError, DataError, Checkpoi
 _numbers = itertools.count()
 
 
-class NotMetError(UserError):
-    """Pods of a job did not meet, which a later start may bring (exit code 70, at which they are started again)."""
-
-    exit_code = LOST
-
-
-def start(
-    *, emulate: int | None = None, compilation_cache: str | None = "auto", lost_seconds: float | None = None
-) -> None:
+def start(*, emulate: int | None = None, compilation_cache: str | None = "auto", lost_seconds: int = 25) -> None:
     """Prepare jax: emulated devices, compilation cache and, where a cluster is detected, `jax.distributed`.
 
     Call it at the top of a script of your own, before anything uses a device. `run_config` calls it by itself. A second
@@ -76,8 +65,7 @@ def start(
     Args:
         emulate: pretend to have this many CPU devices (in each process); None: the real devices.
         compilation_cache: "auto" (the cache folder of the user), a folder, or None.
-        lost_seconds: silence after which the run itself ends where another process is lost (`watchdog.lost_seconds`);
-            jax then waits for longer. None: only jax watches, and aborts after 30 seconds.
+        lost_seconds: silence after which another process counts as lost, and jax aborts this one.
 
     Raises:
         ConfigError: emulation is asked for after jax has started, the cache folder cannot be made, or the cluster
@@ -130,7 +118,7 @@ def _emulate(num_devices: int) -> None:
         ) from None
 
 
-def _join(cluster: Cluster, lost_seconds: float | None) -> None:
+def _join(cluster: Cluster, lost_seconds: int) -> None:
     """Join a cluster, or end with one line where the others do not come in time: jax would abort with a stack trace."""
     import jax
 
@@ -148,24 +136,20 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
     def give_up() -> None:
         where = f" at {cluster.coordinator}" if cluster.coordinator else ""
         print_remark(f"jaxtrain: {failure(f'its processes did not connect{where} within {timeout} s')}")
-        os._exit(LOST if is_started_again else ConfigError.exit_code)
+        os._exit((LostProcessError if is_started_again else ConfigError).exit_code)
 
-    silence = _HEARTBEAT_SECONDS if lost_seconds is None else max(_HEARTBEAT_SECONDS, int(_TIMES_LOST * lost_seconds))
     limits: dict[str, Any] = {
         "initialization_timeout": timeout + _ABORT_MARGIN_SECONDS,
-        "heartbeat_timeout_seconds": silence,
+        "heartbeat_timeout_seconds": lost_seconds,
         "local_device_ids": local_device_ids(),
     }
     timer = threading.Timer(timeout, give_up)
     timer.daemon = True
     timer.start()
     try:
-        address = cluster.coordinator
-        if address is not None:
-            if lost_seconds is not None and cluster.process_id != 0:
-                address = relayed(address, timeout=limits["initialization_timeout"], lost=_coordinator_lost)
+        if cluster.coordinator is not None:
             limits |= {
-                "coordinator_address": address,
+                "coordinator_address": cluster.coordinator,
                 "num_processes": cluster.num_processes,
                 "process_id": cluster.process_id,
                 # All is known, and jax's detection inside a Slurm job would hide GPUs.
@@ -181,15 +165,9 @@ def _join(cluster: Cluster, lost_seconds: float | None) -> None:
                 "and it was: call start() first, at the top of the program"
             ) from error
         line = failure(first_line(error))
-        raise (NotMetError if is_started_again else ConfigError)(line) from error
+        raise (LostProcessError if is_started_again else ConfigError)(line) from error
     finally:
         timer.cancel()
-
-
-def _coordinator_lost() -> None:
-    """End this process, whose client of the coordinator waits for an answer that does not come."""
-    print_remark("jaxtrain: process 0 was lost: the coordinator closed its connection, and this process ends too")
-    os._exit(LOST)
 
 
 @contextlib.contextmanager
@@ -344,7 +322,16 @@ def leave(code: int) -> None:
     if jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
+        let_others_end_first()
         os._exit(code)
+
+
+def let_others_end_first() -> None:
+    """Wait on process 0 of several: jax aborts the others as soon as it is gone, and they may have a line to print."""
+    import jax
+
+    if jax.process_count() > 1 and jax.process_index() == 0:
+        time.sleep(_OTHERS_END_SECONDS)
 
 
 def is_main_process() -> bool:

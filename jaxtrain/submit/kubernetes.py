@@ -138,7 +138,7 @@ def parse_environment(texts: Iterable[str]) -> dict[str, str]:
 def manifests(run: KubernetesRun, *, jobset: bool) -> list[Manifest]:
     """The objects of a Job or a JobSet, in the order in which they are created.
 
-    In a Job a pod that fails is started again by itself, while those that lost it end (exit code 70) and are started
+    In a Job a pod that fails is started again by itself, while those that lost it end (70 or 134) and are started
     again too. In a JobSet a pod that fails ends the whole Job, and all pods start again together.
     """
     about = _metadata(run)

@@ -12,11 +12,11 @@ from pathlib import Path
 from jaxtrain.errors import ConfigError
 
 SIGNALS = ("TERM", "USR1", "USR2")
-# Stood still or lost a process, and stopped and saved: another start goes on from the last checkpoint. Where a node is
-# lost, the others end with the first of them minutes before Slurm notices (SlurmdTimeout, 300 s by default).
-RESTARTED = (70, 75)
+# Stood still or lost a process, and stopped and saved: another start resumes from the last checkpoint. jax aborts
+# (134: SIGABRT) a process whose peers are lost, minutes before Slurm notices (SlurmdTimeout, 300 s by default).
+RESTARTED = (70, 75, 134)
 # Processes that save end with 75 one after another. With --kill-on-bad-exit=1 the first of them would have the others
-# killed on their way out, and srun would give 143. Where one fails, the others find out by themselves in 25 to 75 s.
+# killed on their way out, and srun would give 143. Where one fails, the others find out by themselves within some 25 s.
 _ENDING = "--kill-on-bad-exit=0 --wait=60"
 # A controller that is busy answers within seconds; one that is down never does.
 _SECONDS = 60
@@ -168,7 +168,7 @@ srun {srun} \\
   {command}
 code=$?
 
-# 75: stopped and saved. 70: stood still, or lost a process or a node. Another start goes on from the newest
+# 75: stopped and saved. 70, 134: stood still, or lost a process or a node. Another start goes on from the newest
 # checkpoint. Every code that is not listed here is handed on.
 case "$code" in
   {codes})

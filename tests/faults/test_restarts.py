@@ -32,6 +32,7 @@ LONG_SECONDS = 200
         pytest.param(75, True, False, id="preempted"),
         pytest.param(128 + signal.SIGTERM, True, False, id="asked to end before the first step"),
         pytest.param(KILLED, True, True, id="killed"),
+        pytest.param(128 + signal.SIGABRT, True, True, id="aborted by jax"),
     ],
 )
 def test_which_ends_are_restarted(code, has_trained, restarted):

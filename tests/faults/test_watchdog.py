@@ -88,72 +88,87 @@ def test_a_stuck_source_ends_a_single_run(running) -> None:
     [line] = runs.lines(0)
     assert "in phase waiting for data (limit: watchdog.data_seconds=2); stacks: " in line
     assert "watched_parts.py" in runs.stacks(0), "the thread that reads is among the stacks"
-    assert "MainThread" in runs.stacks(0)
+    assert "trainer.py" in runs.stacks(0), "and the main thread"
     check_clean(runs.said()[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("victim", "number", "why"),
+    ("victim", "number"),
     [
-        pytest.param(0, signal.SIGKILL, "its connection closed", id="process-0-killed", marks=pytest.mark.long),
-        pytest.param(1, signal.SIGSTOP, "silent for ", id="process-1-stopped", marks=pytest.mark.long),
+        pytest.param(0, signal.SIGKILL, id="process-0-killed"),
+        pytest.param(1, signal.SIGKILL, id="process-1-killed"),
+        pytest.param(1, signal.SIGSTOP, id="process-1-stopped"),
     ],
 )
-def test_a_lost_process_ends_the_other(running, victim: int, number: signal.Signals, why: str) -> None:
-    runs = running(2, lost_seconds=3)
+def test_a_lost_process_ends_the_other(running, victim: int, number: signal.Signals) -> None:
+    """A collective that fails ends with a line; otherwise jax aborts, in its own words."""
+    runs = running(2, lost_seconds=10)
     runs.wait_for_steps(3)
     runs.processes[victim].send_signal(number)
     survivor = 1 - victim
-    assert runs.code(survivor) == STALLED
+    check_lost(runs, survivor)
     if number == signal.SIGSTOP:
         runs.processes[victim].send_signal(signal.SIGCONT)
-        assert runs.code(victim) == STALLED, "once it runs again it finds that the others have ended"
-        check_clean(runs.said()[victim])
-    [line] = runs.lines(survivor)
-    assert line.startswith(
-        f"jaxtrain: process {victim} of 2 (host {socket.gethostname()}) was lost, last heard of at step"
-    )
-    assert f": {why}" in line
-    assert f"process {victim} (host " in runs.stacks(survivor)
-    check_clean(runs.said()[survivor])
+        check_lost(runs, victim)
+
+
+def check_lost(runs: Runs, index: int) -> None:
+    """A process ended because another one is gone: by a line of ours, or by jax."""
+    code = runs.code(index)
+    assert code in (STALLED, -signal.SIGABRT)
+    if code == STALLED:
+        assert f"process {index} of 2 (host {socket.gethostname()}): lost another process at step" in runs.said()[index]
+        assert "Traceback" not in runs.said()[index]
+    else:
+        assert "distributed service detected fatal errors" in runs.said()[index]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stuck", ["main thread", "source"])
-def test_what_is_stuck_in_one_process_is_named_by_all(running, stuck: str) -> None:
-    """The limit of the one that stands still counts, not the shorter one of the other's step, which waits for it."""
-    runs = running(2, step_seconds=3, compile_seconds=60, data_seconds=5)
+def test_what_is_stuck_in_one_process_ends_all(running, stuck: str) -> None:
+    """The process that stands still writes its stacks; a collective of the other fails then, or reached its limit."""
+    runs = running(2, step_seconds=6, compile_seconds=120, data_seconds=3, other_seconds=6)
     runs.wait_for_steps(3)
     if stuck == "source":
         (runs.marks / "1").write_text("block")
-    else:  # its heartbeats go on
+    else:  # jax's heartbeats go on
         runs.processes[1].send_signal(signal.SIGUSR2)
-    assert [runs.code(0), runs.code(1)] == [STALLED, STALLED]
-    for index in (0, 1):
-        [line] = runs.lines(index)
-        assert line.startswith("jaxtrain: process 1 of 2 "), runs.said()
-        assert stuck != "source" or "waiting for data (limit: watchdog.data_seconds=5)" in line
-        check_clean(runs.said()[index])
-    assert stuck == "source" or "_stand_still" in runs.stacks(1)
+    assert [runs.code(0), runs.code(1)] == [STALLED, STALLED], runs.said()
+    [line] = runs.lines(1)
+    assert line.startswith("jaxtrain: process 1 of 2 (host ")
+    # A signal may reach the main thread while it waits for data.
+    limit = "watchdog.data_seconds=3" if stuck == "source" else "watchdog."
+    assert f"(limit: {limit}" in line
+    assert ("watched_parts.py" if stuck == "source" else "_stand_still") in runs.stacks(1)
+    assert "Traceback" not in runs.said()[0]
+
+
+@pytest.mark.long
+def test_a_step_ends_that_waits_too_long_for_another_process(running) -> None:
+    """The one that waits ends at its limit; jax then aborts the one that it waited for, whose stacks are printed."""
+    runs = running(2, step_seconds=3, compile_seconds=120, data_seconds=600)
+    runs.wait_for_steps(3)
+    (runs.marks / "1").write_text("block")
+    assert runs.code(0) == STALLED, runs.said()
+    assert "in phase step (limit: watchdog.step_seconds=3); stacks: " in runs.lines(0)[0]
+    assert runs.code(1) == -signal.SIGABRT
+    assert "watched_parts.py" in runs.said()[1]
 
 
 @pytest.mark.long
 def test_pauses_and_errors_are_not_stalls(running) -> None:
-    """A process that was stopped itself goes on; one that fails is named with its own error."""
-    runs = running(2, lost_seconds=10, step_seconds=3, compile_seconds=60, data_seconds=3)
+    """A run whose machine sleeps for a while goes on; a process that fails prints its own line."""
+    runs = running(2, lost_seconds=60, step_seconds=3, compile_seconds=120, data_seconds=3)
     runs.wait_for_steps(3)
     for process in runs.processes:
         process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(8)
     for process in runs.processes:
         process.send_signal(signal.SIGCONT)
     runs.wait_for_steps(3)
     assert not (runs.run_dir / "stalls").exists()
     (runs.marks / "1").write_text("damaged")
-    assert [runs.code(0), runs.code(1)] == [3, 3]
+    assert runs.code(1) == 3
     assert runs.lines(1) == ["jaxtrain: row 7 is damaged"]
-    [line] = runs.lines(0)
-    assert line.startswith("jaxtrain: process 1 of 2 ")
-    assert "ended with exit code 3: row 7 is damaged" in line
-    for log in runs.said():
-        check_clean(log)
+    check_lost(runs, 0)

@@ -1,151 +1,98 @@
-"""Limits by phase, who is behind; with a clock of the test's own."""
+"""Limits by phase, what counts as progress, and errors of a collective whose peer is gone."""
 
+import threading
+
+import jax
 import numpy as np
 import pytest
 
 from jaxtrain.config.schema import WatchdogConfig
+from jaxtrain.errors import LostProcessError
 from jaxtrain.metrics import throughput
 from jaxtrain.run import watchdog
-from jaxtrain.run.watchdog import Activity, Doing, Watchdog, budget, is_behind, patience
-from jaxtrain.runtime.heartbeats import Exchange, Peer
+from jaxtrain.run.watchdog import Activity, Doing, limit_of, watched
 
-LIMITS = WatchdogConfig(
-    compile_seconds=2,
-    step_seconds=4,
-    data_seconds=5,
-    other_seconds=6,
-    save_seconds=7,
-    lost_seconds=8,
-)
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+LIMITS = WatchdogConfig(compile_seconds=2, step_seconds=4, data_seconds=5, other_seconds=6, save_seconds=7)
 
 
 def test_every_phase_has_its_limit():
-    for phase, median, seconds, key in (
-        ("reading data", None, 6, "other_seconds"),
-        ("compiling", None, 2, "compile_seconds"),
-        ("step", None, 4, "compile_seconds"),  # the first one
+    for phase, step_seconds, seconds, key in (
+        ("reading data", 0.0, 6, "other_seconds"),
+        ("compiling", 0.0, 2, "compile_seconds"),
+        ("step", 0.0, 2, "compile_seconds"),  # the first one
         ("step", 0.1, 4, "step_seconds"),
         ("step", 2.0, 20, "step_seconds"),  # ten times a long one
-        ("waiting for data", None, 5, "data_seconds"),
+        ("waiting for data", 0.0, 5, "data_seconds"),
         ("waiting for data", 2.0, 20, "data_seconds"),
         ("evaluation", 2.0, 6, "other_seconds"),
         ("saving", 2.0, 7, "save_seconds"),
     ):
-        assert budget(LIMITS, Doing(phase, 1, 0, 0.0), median=median) == (seconds, f"watchdog.{key}")
-    # A process that starts may be silent for longer.
-    for status, seconds in (({}, 16), ({"phase": "reading data"}, 16), ({"phase": "step"}, 8)):
-        assert patience(LIMITS, status) == seconds
-
-
-def peer(process, phase, step, seconds=1.0):
-    return Peer(process, "h", {"phase": phase, "step": step, "done": step - 1, "seconds": seconds}, 0.0)
-
-
-def test_who_is_behind():
-    for own, peers, found in (
-        (("step", 7), [peer(1, "step", 7)], False),
-        (("step", 7), [peer(1, "step", 6)], True),
-        (("step", 7), [peer(1, "waiting for data", 7)], True),
-        (("step", 7), [peer(1, "step", 8)], False),
-        (("step", 7), [peer(1, "step", 8), peer(2, "saving", 5)], True),
-        (("waiting for data", 7), [peer(1, "step", 6)], False),  # this one waits for nobody
-        (("step", 7), [Peer(1, "h", {}, 0.0)], False),
-        (("step", 7), [], False),
-    ):
-        assert is_behind({"phase": own[0], "step": own[1]}, peers) == found, (own, peers)
+        assert limit_of(LIMITS, phase, step_seconds=step_seconds) == (seconds, f"watchdog.{key}")
 
 
 def test_an_activity_follows_steps_and_phases():
-    clock = Clock()
-    activity = Activity(clock)
-    activity.begins_at(4)
+    activity = Activity()
     batches = activity.fed(iter(["a", "b"]), first=5)
     assert next(batches) == "a"
-    assert activity.doing == Doing("step", 5, 4, 100.0)
-    clock.now += 2
-    activity.finished(5, seconds=2.0)
-    assert activity.doing == Doing("step", 5, 5, 102.0)
-    clock.now += 0.25  # work between the steps
+    assert activity.doing == Doing("step", 5)
     assert next(batches) == "b"
     with activity.during("saving"):
-        clock.now += 30
-        assert activity.status()["phase"] == "saving"
-        assert activity.status()["seconds"] == 30
-    assert activity.doing == Doing("step", 6, 5, 132.25)
-    activity.finished(6, seconds=4.0)
+        assert activity.doing == Doing("saving", 6)
+    assert activity.doing == Doing("step", 6)
     with pytest.raises(StopIteration):
         next(batches)
-    assert activity.doing.phase == "waiting for data"
-    assert activity.median_seconds() == 3.0
+    assert activity.doing == Doing("waiting for data", 7)
 
 
 class Ended(BaseException):
     """In place of the end of this process."""
 
 
-class Rounds(Exchange):
-    """An exchange whose rounds make the clock of the activity go on, and which may come back late."""
+class Rounds(threading.Event):
+    """Wakes the watchdog a number of times, after each of which the main thread may have made progress."""
 
-    def __init__(self, clock, seconds):
+    def __init__(self, count, between):
         super().__init__()
-        self.clock, self.seconds = clock, seconds
+        self.left = count
+        self.between = between
 
-    def round(self, status, seconds, patience):
-        self.clock.now += self.seconds
-        return []
+    def wait(self, timeout=None):
+        self.between()
+        self.left -= 1
+        return self.left < 0
 
 
-@pytest.fixture
-def watch(tmp_path, capfd, monkeypatch):
-    """Runs rounds of a watchdog over an activity, and returns what it said where it ended the process."""
+@pytest.mark.parametrize(("makes_progress", "ends"), [(True, False), (False, True)], ids=["progress", "standing-still"])
+def test_a_phase_without_progress_ends(makes_progress, ends, tmp_path, monkeypatch):
+    def end(reason, run_dir):
+        raise Ended(reason)
 
-    def end(code):
-        raise Ended(code)
-
-    clock = Clock()
-    activity = Activity(clock)
-    monkeypatch.setattr(watchdog.time, "monotonic", clock)
-    monkeypatch.setattr(watchdog.os, "_exit", end)
-
-    def run(rounds, seconds):
-        exchange = Rounds(clock, seconds)
-        watched = Watchdog(LIMITS, activity, exchange, tmp_path)
-        code = None
+    monkeypatch.setattr(watchdog, "_end", end)
+    activity = Activity()
+    batches = activity.ticking(iter(range(100)))
+    reason = ""
+    with activity.during("saving"):
         try:
-            for _ in range(rounds):
-                watched._round()
+            rounds = Rounds(30, (lambda: next(batches)) if makes_progress else (lambda: None))
+            watchdog._watch(LIMITS, activity, tmp_path, rounds)
         except Ended as ended:
-            code = ended.args[0]
-        finally:
-            exchange.close()
-        return code, capfd.readouterr().err
-
-    return activity, clock, run
+            reason = str(ended)
+    expected = "no progress for 8 s at step 0 in phase saving (limit: watchdog.save_seconds=7)"
+    assert reason == (expected if ends else "")
 
 
 @pytest.mark.parametrize(
-    ("rounds", "seconds", "code"),
+    ("count", "text", "kind"),
     [
-        pytest.param(3, 500.0, None, id="stopped-three-times"),
-        pytest.param(30, 0.25, 70, id="standing-still"),
+        pytest.param(2, "UNKNOWN: Gloo all-reduce failed: Connection closed by peer", LostProcessError, id="gloo"),
+        pytest.param(2, "RESOURCE_EXHAUSTED: out of memory", ValueError, id="another-error"),
+        pytest.param(1, "NCCL operation failed", ValueError, id="one-process"),
     ],
 )
-def test_time_in_which_the_process_was_stopped_does_not_count(watch, rounds, seconds, code):
-    activity, _, run = watch
-    with activity.during("saving"):
-        found, said = run(rounds, seconds)
-    assert found == code
-    assert ("no progress for 7 s at step 0 in phase saving (limit: watchdog.save_seconds=7)" in said) == bool(code)
+def test_a_collective_whose_peer_is_gone_ends_with_one_line(count, text, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with pytest.raises(kind, match=text.partition(":")[0]), watched(None, tmp_path):
+        raise ValueError(f"{text}\nand more lines")
 
 
 def test_a_step_s_seconds_are_its_own_wait_and_its_own_work(monkeypatch):
