@@ -66,9 +66,7 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
     from jaxtrain.plan.topology import compile_for
 
     step, batch = planned_step(config, workload, devices)
-    on_host = step.state_on_host
-    host_bytes = sharded_bytes(jax.tree.map(lambda leaf, host: leaf if host else None, step.abstract_state, on_host))
-    state_bytes = sharded_bytes(step.abstract_state) - host_bytes
+    device_bytes, host_bytes = state_bytes(step)
     # Kernels ask for which GPU they are lowered, and this machine may have none.
     with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
         lowered = step.lower(batch)
@@ -80,14 +78,14 @@ def exact_memory(config: Config, workload: Workload, devices: list[Any]) -> Exac
         if "RESOURCE_EXHAUSTED" not in str(error) or used is None:
             raise
         peak, capacity = (round(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
-        return ExactMemory(state_bytes, peak, None, capacity, time.monotonic() - began, host_bytes)
+        return ExactMemory(device_bytes, peak, None, capacity, time.monotonic() - began, host_bytes)
     memory = compiled.memory_analysis()
     assert memory is not None, "every compiler that compile_for has gives it"
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = arguments + outputs + temporaries + memory.generated_code_size_in_bytes
     host_bytes = max(host_bytes, memory.host_argument_size_in_bytes) + memory.host_temp_size_in_bytes
-    return ExactMemory(state_bytes, peak, temporaries, None, time.monotonic() - began, host_bytes)
+    return ExactMemory(device_bytes, peak, temporaries, None, time.monotonic() - began, host_bytes)
 
 
 def step_state(config: Config, workload: Workload, devices: list[Any]) -> dict[str, Any]:
@@ -129,6 +127,17 @@ def planned_step(config: Config, workload: Workload, devices: list[Any] | None) 
     if isinstance(config.data, CalledData):
         return step, dict(training_batches(config, open_run_data(config)).spec())
     return step, batch_shapes(workload)
+
+
+def state_bytes(step: "TrainStep") -> tuple[int, int]:
+    """Return the bytes of a state on one device, and those of it that are kept in the host's memory."""
+    import jax
+
+    def if_on_host(leaf: Any, is_on_host: bool) -> Any:
+        return leaf if is_on_host else None
+
+    host_bytes = sharded_bytes(jax.tree.map(if_on_host, step.abstract_state, step.state_on_host))
+    return sharded_bytes(step.abstract_state) - host_bytes, host_bytes
 
 
 def sharded_bytes(tree: Any) -> int:

@@ -11,7 +11,7 @@ from jaxtrain.layout.mesh import mesh_notes
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.writers import Scalars
-from jaxtrain.plan.compile import sharded_bytes
+from jaxtrain.plan.compile import state_bytes
 from jaxtrain.run.assemble import Run
 from jaxtrain.run.start import trained_leaves
 from jaxtrain.runtime.compiler import cache_folder, option_notes
@@ -57,12 +57,7 @@ def first_lines(run: Run, notes: Sequence[str], *, units: str) -> list[str]:
 
 def _devices_line(run: Run) -> str:
     step = run.step
-    on_host = []
-    for leaf, is_on_host in zip(jax.tree.leaves(step.abstract_state), jax.tree.leaves(step.state_on_host), strict=True):
-        if is_on_host:
-            on_host.append(leaf)
-    host_bytes = sharded_bytes(on_host)
-    device_bytes = sharded_bytes(step.abstract_state) - host_bytes
+    device_bytes, host_bytes = state_bytes(step)
     degrees = [f"{axis}={size}" for axis, size in step.mesh.shape.items() if size > 1]
     mesh = " ".join(degrees) or "one device"
     policy = run.config.precision.policy
@@ -82,21 +77,18 @@ class BadSteps:
 
     def note(self, number: int, metrics: Mapping[str, jax.Array]) -> None:
         """Report a step that is done, if it was skipped."""
-        cause = None
-        if self._spikes is not None and bool(metrics["spiked"]):
-            cause = (
-                f"is a spike, more than {self._spikes.sigmas:g} deviations above the last {self._spikes.window} steps"
-            )
+        spikes = self._spikes
+        if spikes is not None and bool(metrics["spiked"]):
+            cause = f"is a spike, more than {spikes.sigmas:g} deviations above the last {spikes.window} steps"
         elif int(metrics["skipped_in_a_row"]) and not _has_no_weight(metrics):
             cause = "is not finite"
-        if cause is None or self._num_shown == _MAX_BAD_STEPS:
+        else:
+            return
+        if self._num_shown == _MAX_BAD_STEPS:
             return
         self._num_shown += 1
-        loss = float(metrics["loss"])
-        norm = float(metrics["grad_norm"])
-        self._progress.message(
-            f"step {number} {cause}: loss {loss:.4g}, gradient norm {norm:.4g}; batch {number - 1} is skipped"
-        )
+        numbers = shown_metrics({"loss": float(metrics["loss"]), "gradient_norm": float(metrics["grad_norm"])})
+        self._progress.message(f"step {number} {cause}: {', '.join(numbers)}; batch {number - 1} is skipped")
 
 
 def _has_no_weight(metrics: Mapping[str, jax.Array]) -> bool:
