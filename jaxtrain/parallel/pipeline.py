@@ -99,7 +99,15 @@ class _Work:
 
 
 def pipeline_gradients(
-    pipeline: Pipeline, code: StageCode, params: Tree, fixed: Tree, batch: Tree, key: jax.Array, scale: jax.Array
+    pipeline: Pipeline,
+    code: StageCode,
+    params: Tree,
+    fixed: Tree,
+    batch: Tree,
+    key: jax.Array,
+    scale: jax.Array,
+    *,
+    powers_of_two: bool = False,
 ) -> Gradients:
     """Compute the gradients of the mean loss over the global batch, by the pipeline's schedule.
 
@@ -111,6 +119,7 @@ def pipeline_gradients(
         batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
         key: random key of the step.
         scale: float32 [], loss scale.
+        powers_of_two: whether losses are differentiated over a power of two, see `microbatches.py`.
 
     Returns:
         Gradients sharded over `pipe`, and over `data` as `DataReduction` says.
@@ -119,7 +128,7 @@ def pipeline_gradients(
     # Losses are differentiated as sums over this constant, so that fp16 gradients keep their range.
     elements = jax.tree.leaves(batch.get("targets", batch))[0].size
     share = elements / (pipeline.schedule.num_microbatches * pipeline.layout.mesh.shape["data"])
-    constant = loss_constant(share, powers_of_two=pipeline.powers_of_two)
+    constant = loss_constant(share, powers_of_two=powers_of_two)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     over_pipe, everywhere = PartitionSpec("pipe"), PartitionSpec()
     run = on_stage.enter(

@@ -54,7 +54,6 @@ class Pipeline:
         stack: key of the stacked parameters.
         num_layers: of the stack; a multiple of stages x chunks.
         zero: ZeRO stage of a step, see `DataReduction`.
-        powers_of_two: whether losses are differentiated over a power of two, see `microbatches.py`.
     """
 
     schedule: Schedule
@@ -62,7 +61,6 @@ class Pipeline:
     stack: str
     num_layers: int
     zero: int = 0
-    powers_of_two: bool = False
 
     @property
     def layers_per_chunk(self) -> int:

@@ -216,7 +216,16 @@ def _pipeline_gradients(
     stages, params = _stages(pipeline, program.sharded_model, program.task, state.params, train=True)
     trained = program.trained(params)
     fixed = program.frozen(params)
-    return pipeline_gradients(pipeline, stages, trained, fixed, dict(batch), key, _scale(state))
+    return pipeline_gradients(
+        pipeline,
+        stages,
+        trained,
+        fixed,
+        dict(batch),
+        key,
+        _scale(state),
+        powers_of_two=program.powers_of_two,
+    )
 
 
 def evaluation_sums(
