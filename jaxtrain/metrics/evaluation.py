@@ -137,9 +137,7 @@ class Evaluator:
         totals: dict[str, tuple[Any, Any]] = {}
         step = state.step
         for number, batch in enumerate(batches):
-            self.feed.check(batch)
-            if not self.feed.is_placed(batch):  # one line where rows do not divide, before anything is traced
-                batch = self.feed.place(batch)
+            batch = self.feed.accept(batch)  # rows that do not divide fail before anything is traced
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue

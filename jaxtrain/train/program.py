@@ -93,7 +93,7 @@ def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradien
         on_shards = task.rows == "separate" and isinstance(model.axes, FamilyTable)
         stack = _stack_run_once(model)
     plan = Accumulation(
-        count=program.microbatches,
+        count=program.settings.accumulation_steps,
         layout=layout,
         zero=zero,
         on_shards=on_shards,

@@ -68,7 +68,7 @@ class TrainStep:
         self.task = program.task
         self.optimizer = program.optimizer
         self.pipeline = program.pipeline
-        self.feed = BatchFeed(self.sharded_model, self.task, program.divided_by)
+        self.feed = BatchFeed(self.sharded_model, self.task, program.microbatches)
         self.compiler_options = compiler_options
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
@@ -181,13 +181,7 @@ class TrainStep:
 
     def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
         """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`."""
-
-        def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            # In the dtype that a host array gets on a device: int32 for NumPy's int64.
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-        specs = jax.tree.map(abstract, dict(batch), self.batch_shardings(batch))
+        specs = jax.tree.map(with_sharding, dict(batch), self.batch_shardings(batch))
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().trace(self.abstract_state, specs)
 
@@ -230,7 +224,8 @@ class TrainStep:
             ConfigError: a state that was given to an earlier step, or a batch that does not divide.
             TypeError: another shape than the step was compiled for.
         """
-        state, batch = self._accept(state, batch)
+        state = self._accept(state)
+        batch = self.feed.accept(batch)
         if self._compiled is None and self.pipeline is not None:
             self.compile(batch)  # checked, as a program compiled on the way would not be
         if self._compiled is not None:
@@ -248,17 +243,14 @@ class TrainStep:
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
 
-    def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """State and batch on the mesh, once no other step is in flight that must not be."""
+    def _accept(self, state: TrainState) -> TrainState:
+        """Return a state on the mesh, once no other step is in flight that must not be."""
         if state is not self.last_state():
             check_not_donated(state)
             state = _place_state(state, self.abstract_state)
-        self.feed.check(batch)
-        if not self.feed.is_placed(batch):
-            batch = self.place(batch)
         if self._one_at_a_time:
             jax.block_until_ready(self._last_metrics)
-        return state, batch
+        return state
 
     def _make_jitted(self) -> Any:
         program = self.program

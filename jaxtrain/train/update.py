@@ -129,7 +129,7 @@ def _judge(
     if settings.spikes is None or state.spikes is None:
         return _Verdict(finite, weighs, accepted)
     # A loss that is not divided by a weight cannot be compared with others.
-    spiked = accepted & has_weight & state.spikes.spiked(loss, grad_norm, settings.spikes)
+    spiked = accepted & has_weight & state.spikes.is_spike(loss, grad_norm, settings.spikes)
     accepted = accepted & ~spiked
     history = state.spikes.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
     return _Verdict(finite, weighs, accepted, spiked, history)
