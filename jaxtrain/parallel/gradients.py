@@ -256,53 +256,72 @@ def _differentiate(
         adds_rest: whether the backward pass adds the gradients outside the stack to their sums too, which a
             `reduction` does for those that it scatters.
     """
-    per = plan.divisor
 
     def differentiate(sums: ByPath, others: ByPath, arguments: Arguments) -> tuple[ByPath, ByPath, LossParts]:
         params, fixed, model_state, batch, key = arguments
         constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=plan.powers_of_two)
-        whole, structure = paths_of(params), jax.tree.structure(params)
-        zeros = {} if reduction is None else paths_of(reduction.zeros(params))
-        dims = {name: None if reduction is None else reduction.dim(name, leaf) for name, leaf in whole.items()}
+        leaves = paths_of(params)
+        structure = jax.tree.structure(params)
+        zeros: ByPath = {}
+        dims: dict[str, int | None] = dict.fromkeys(leaves)
+        if reduction is not None:
+            zeros = paths_of(reduction.zeros(params))
+            dims = {name: reduction.dim(name, leaf) for name, leaf in leaves.items()}
 
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
             return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)
 
-        def of(
+        def differentiated(
             starts: ByPath, sums: ByPath, factor: jax.Array, others: ByPath, factors: Factors
         ) -> tuple[tuple[jax.Array, Any, Any], LossParts]:
-            # A parameter that no dim of divides has no part: it is differentiated itself.
-            chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
-            given = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
-            parts = Parts(given, others, factors)
-            passing = StackSums(plan.stack or "", (sums, factor), keep_part)
+            chosen = []
+            for name, leaf in leaves.items():
+                # Parameters without a dimension that `data` divides are differentiated directly.
+                is_direct = name in starts and dims[name] is None
+                chosen.append(starts[name] if is_direct else leaf)
+            pieces = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
+            parts = Parts(pieces, others, factors)
+            stack_sums = StackSums(plan.stack or "", (sums, factor), keep_part)
             with contextlib.ExitStack() as contexts:
-                if given:
+                if pieces:
                     contexts.enter_context(use_parts(parts))
                 if sums:
-                    contexts.enter_context(use_stack_sums(passing))
-                mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
-            assert passing.end is not None or not sums, f"{plan.stack} is run by scan_stack"
-            mean = mean if reduction is None else mean * (per(found[1]) / constant)
-            return (mean, passing.end or (sums, factor), parts.ends), found
+                    contexts.enter_context(use_stack_sums(stack_sums))
+                mean, loss_parts = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
+            assert stack_sums.end is not None or not sums, f"{plan.stack} is run by scan_stack"
+            if reduction is not None:
+                mean = mean * (plan.divisor(loss_parts[1]) / constant)
+            return (mean, stack_sums.end or (sums, factor), parts.ends), loss_parts
 
-        starts = {name: leaf if dims[name] is None else zeros[name] for name, leaf in whole.items() if name not in sums}
+        starts = {}
+        for name, leaf in leaves.items():
+            if name not in sums:
+                starts[name] = leaf if dims[name] is None else zeros[name]
+        # The values of factors are not read: what is pulled back through them is the factor of the sums.
         unread = jnp.float32(0)
-        (mean, _, ends), pull, found = jax.vjp(of, starts, sums, unread, others, (unread, unread), has_aux=True)
+        (mean, _, ends), pull, loss_parts = jax.vjp(
+            differentiated, starts, sums, unread, others, (unread, unread), has_aux=True
+        )
+        weight = loss_parts[1]
         # What is added to sums in the backward pass is weighted there.
-        factor = per(found[1]) if reduction is None else jnp.float32(constant)
-        unit = jnp.float32(1) if reduction is None else constant / per(found[1])
-        attached = {name: (others[name], (unit, per(found[1]))) for name in ends}
+        if reduction is None:
+            factor = plan.divisor(weight)
+            unit = jnp.float32(1)
+        else:
+            factor = jnp.float32(constant)
+            unit = constant / plan.divisor(weight)
+        attached = {name: (others[name], (unit, plan.divisor(weight))) for name in ends}
         gradients, sums, _, others, _ = pull((jnp.ones_like(mean), (sums, factor), attached))
         sums |= {name: others[name] for name in ends}
-        gradients = {name: gradient for name, gradient in gradients.items() if name not in ends}
-        if reduction is not None:
-            gradients = {
-                name: (_scatter(g.astype(sum_dtype(g)), None) if dims[name] is None else g) * unit
-                for name, g in gradients.items()
-            }
-        weighted = {name: g.astype(sum_dtype(g)) * per(found[1]) for name, g in gradients.items()}
-        return weighted, sums, found
+        weighted = {}
+        for name, gradient in gradients.items():
+            if name in ends:
+                continue
+            gradient = gradient.astype(sum_dtype(gradient))
+            if reduction is not None:
+                gradient = (_scatter(gradient, None) if dims[name] is None else gradient) * unit
+            weighted[name] = gradient * plan.divisor(weight)
+        return weighted, sums, loss_parts
 
     return differentiate
 
