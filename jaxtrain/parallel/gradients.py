@@ -101,14 +101,14 @@ class DataReduction:
         return self.stage >= 2
 
     def dim(self, name: str, leaf: Any) -> int | None:
-        """The dim of a parameter (of global shape) over which its gradient is scattered; None: all keep the sum."""
+        """Return the dim of a parameter (global shape) over which its gradient is scattered; None: all keep the sum."""
         if self.stage == 0:
             return None
         spec = state_spec(name, leaf.shape, self.layout)
         return next((dim for dim, entry in enumerate(spec) if "data" in entry_axes(entry)), None)
 
     def specs(self, params: Tree) -> Tree:
-        """Specs over `data` of what `reduce` returns for these parameters."""
+        """Return the specs over `data` of what `reduce` returns for these parameters."""
 
         def spec(name: str, leaf: jax.Array) -> PartitionSpec:
             dim = self.dim(name, leaf)
@@ -131,7 +131,7 @@ class DataReduction:
         return _map_named(one, params, tree)
 
     def zeros(self, params: Tree) -> Tree:
-        """Sums of gradients before the first microbatch, with the shapes that a device accumulates in."""
+        """Return sums of gradients before the first microbatch, in the shapes that a device accumulates in."""
 
         def zero(name: str, leaf: jax.Array) -> jax.Array:
             shape, dim = list(leaf.shape), self.dim(name, leaf) if self.each_microbatch else None
@@ -169,7 +169,7 @@ class Accumulation:
         return loss_divisor(weight, powers_of_two=self.powers_of_two)
 
     def summed_inside(self, params: Tree) -> list[str]:
-        """Paths of the parameters of a stack whose sums take the gradients of its layers one by one.
+        """Return paths of the parameters of a stack whose sums take the gradients of its layers one by one.
 
         A parameter that is sharded over its layers, as one may be whose table does not name that dim, is not among
         them.
@@ -370,24 +370,24 @@ def _accumulate(
 
 
 def _map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`jax.tree.map` of a function that gets the path's name first."""
+    """Map a function over trees as `jax.tree.map` does; it gets the name of the path first."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
 
 
 def sum_dtype(leaf: jax.Array) -> jnp.dtype:
-    """The dtype of a sum over microbatches: at least float32; complex numbers stay complex."""
+    """Return the dtype of a sum over microbatches: at least float32; complex numbers stay complex."""
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
 def _scatter(gradient: jax.Array, dim: int | None, *, first_dim: int = 0) -> jax.Array:
-    """Sum over `data`, of which a device keeps its part of a dim, whose number counts from `first_dim`; None: all."""
+    """Sum over `data`; a device keeps its part of a dim, which is counted from `first_dim` (None: the whole sum)."""
     if dim is None:
         return jax.lax.psum(gradient, "data")
     return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dim - first_dim, tiled=True)
 
 
 def constrain_gradients(tree: Tree, layout: Layout) -> Tree:
-    """Gradients or parameters sharded as the optimizer state is: from ZeRO-1 on over `data` too, else as they are."""
+    """Shard gradients or parameters as the optimizer state is: from ZeRO-1 on, over `data` too."""
     if not layout.state_axes or layout.mesh.size == 1:
         return tree
 

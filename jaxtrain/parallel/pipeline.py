@@ -144,12 +144,12 @@ def pipeline_gradients(
 
 
 def _without_stack(pipeline: Pipeline, tree: Tree) -> tuple[Tree, Tree]:
-    """Parameters outside the stack, and those of the stack."""
+    """Return the parameters outside the stack, and those of the stack."""
     return {name: value for name, value in tree.items() if name != pipeline.stack}, tree[pipeline.stack]
 
 
 def _gradient_specs(pipeline: Pipeline, reduction: DataReduction, params: Tree) -> Tree:
-    """Specs over `pipe` and `data` of the gradients: each stage has those of the layers that it stores."""
+    """Return the specs over `pipe` and `data` of the gradients: each stage has those of the layers that it stores."""
     specs = reduction.specs(params)
     specs[pipeline.stack] = jax.tree.map(
         lambda spec: PartitionSpec("pipe", *spec[1:]),
@@ -182,7 +182,7 @@ def _local_gradients(
 
 
 def _start(work: _Work, tables: Tables) -> _Moving:
-    """What a device has before the first tick: empty buffers and sums of 0."""
+    """Return what a device has before the first tick: empty buffers and sums of 0."""
     stage, name = work.stage, work.stage.pipeline.stack
 
     def buffer(slots: int) -> Tree:
@@ -223,7 +223,7 @@ def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
 
 
 def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array | None]:
-    """What this stage sends up, and on CPU devices a 0 that is there as soon as that is.
+    """Return what this stage sends up, and on CPU devices a 0 that is there as soon as that is.
 
     The last virtual stage computes its forward in its backward.
     """
@@ -327,7 +327,7 @@ def _add(work: _Work, moving: _Moving, outer: Tree | None, stack: Tree, chunk: j
 
 
 def _kept(work: _Work, gradients: Tree) -> Tree:
-    """The part of one microbatch's gradients that this device sums: under ZeRO-2 it is reduced over `data` first."""
+    """Return what this device sums of one microbatch's gradients: under ZeRO-2 they are reduced over `data` first."""
     if not work.reduction.each_microbatch:
         return gradients
     return work.reduction.reduce(gradients, {name: work.shapes[name] for name in gradients})
