@@ -4,6 +4,7 @@ Compiling a program that draws takes longer than drawing (`models/initializers.p
 the host evaluates its trace, where that gives the same bits.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,16 +55,17 @@ class FirstState:
         self._create = create
         self._drawn = drawn
         self._abstract = abstract
-        self._devices = list(jax.tree.leaves(abstract)[0].sharding.mesh.devices.flat)
+        sharding = jax.tree.leaves(abstract)[0].sharding
+        self._device = sharding.mesh.devices.flat[0]
+        self._is_local_cpu = self._device.platform == "cpu" and sharding.is_fully_addressable
         self._jitted: dict[frozenset[str], Any] = {}
 
     def __call__(self, key: jax.Array, weights: Weights) -> TrainState:
         """Return the state from a typed key and weights, its arrays shared with nobody else."""
-        if weights.params is None and weights.model_state is None and self._is_on_host(key):
-            try:
+        if weights.params is None and weights.model_state is None and self._can_follow(key):
+            # What the host cannot follow is compiled.
+            with contextlib.suppress(CannotFollowError):
                 return self._draw_on_host(key)
-            except CannotFollowError:
-                pass  # the program is compiled
         leaves = paths_of(weights.params)
         abstract = paths_of(self._abstract.params)
         placed = frozenset(path for path in weights.owned if _fits(leaves[path], abstract[path]))
@@ -85,19 +87,16 @@ class FirstState:
             self._jitted[placed] = jax.jit(create, out_shardings=shardings)
         return self._jitted[placed]
 
-    def _is_on_host(self, key: jax.Array) -> bool:
+    def _can_follow(self, key: jax.Array) -> bool:
         """Return whether the devices are CPUs of this process, and the key is one that the host can follow."""
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
-        if isinstance(key, Tracer) or not can_draw(key):
-            return False
-        process = jax.process_index()
-        return all(device.platform == "cpu" and device.process_index == process for device in self._devices)
+        return self._is_local_cpu and not isinstance(key, Tracer) and can_draw(key)
 
     def _draw_on_host(self, key: jax.Array) -> TrainState:
         shapes, structure = jax.tree.flatten(self._abstract)
         leaves = []
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
-        with jax.default_device(self._devices[0]), jax.transfer_guard("allow"):
+        with jax.default_device(self._device), jax.transfer_guard("allow"):
             values = follow(self._drawn.jaxpr, key)
             for like in shapes:
                 leaves.append(_on_devices(values.pop(0), like, key))  # the host's copy is freed once it is placed
@@ -188,13 +187,11 @@ def check_leaves(
     """
     problems = {}
     for path, like in abstract.items():
-        if path not in leaves:
+        leaf = leaves.get(path)
+        if leaf is None:
             if path not in optional:
                 problems[path] = f"{path} is missing"
-            continue
-        leaf = leaves[path]
-        both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
-        if leaf.shape != like.shape or not (both_float or leaf.dtype == like.dtype):
+        elif leaf.shape != like.shape or not _has_dtype_like(leaf, like):
             problems[path] = f"{path} is {leaf.dtype}{list(leaf.shape)}, not {like.dtype}{list(like.shape)}"
     for path in leaves:
         if path not in abstract:
@@ -203,7 +200,15 @@ def check_leaves(
         return
     modules = [f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems]
     patterns = [*skip, *list(dict.fromkeys(modules))[:4]]
+    first = next(iter(problems.values()))
     raise ConfigError(
-        f"{name} does not fit the model of this step: {next(iter(problems.values()))} ({len(problems)} in all differ); "
-        f"to initialize what differs, write skip={json.dumps(patterns)}"
+        f"{name} does not fit the model of this step: {first} ({len(problems)} in all differ); to initialize what "
+        f"differs, write skip={json.dumps(patterns)}"
     )
+
+
+def _has_dtype_like(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
+    """Return whether an array can be cast to the dtype of the model: floats to floats, all others are equal."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.issubdtype(like.dtype, jnp.floating)
+    return leaf.dtype == like.dtype
