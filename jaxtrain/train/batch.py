@@ -26,7 +26,11 @@ class BatchSource(Protocol):
     def spec(self) -> Mapping[str, Any]: ...
 
     def load(
-        self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Mapping[str, Any]], None] | None = None
+        self,
+        k: int,
+        shardings: Mapping[str, Any],
+        *,
+        check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]: ...
 
 
@@ -95,8 +99,12 @@ class BatchFeed:
     def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """See `TrainStep.place`; host arrays may be refilled afterwards."""
         self._check(batch)
-        # Copied: `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
-        batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), dict(batch))
+
+        def copied(leaf: Any) -> Any:
+            # `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
+            return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+
+        batch = jax.tree.map(copied, dict(batch))
         shardings = self.shardings(batch)
         check_ids(batch, limits=self._limits(batch), where="the batch")
         return jax.device_put(batch, shardings)
@@ -196,7 +204,9 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
         DataError: ids that the model does not have, or integers that jax would truncate to 32 bits.
     """
     for name, leaf in paths_of(dict(batch)).items():
-        if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        if not isinstance(leaf, np.ndarray):
+            continue
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             check_bits(leaf, f"{where} holds {name}")
     for name, limit in limits.items():
         ids = batch.get(name)
@@ -210,13 +220,14 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
         if not is_wrong.any():
             continue
         wrong = ids[is_wrong]
+        first = int(wrong[0])
         remedy = "fix the data, or give the model more outputs or a larger vocabulary"
         if name == "targets" and (wrong < 0).any():
             remedy = (
                 "write -100 where there is no target, and number classes from 0, as "
                 "np.unique(labels, return_inverse=True)[1] does"
             )
-        raise DataError(f"{where} holds {name} of {int(wrong[0])}, but the model has ids 0 to {limit - 1}; {remedy}")
+        raise DataError(f"{where} holds {name} of {first}, but the model has ids 0 to {limit - 1}; {remedy}")
 
 
 def _counts(targets: np.ndarray, weights: Any) -> np.ndarray:

@@ -51,7 +51,12 @@ class FirstState:
     results are arrays of their own, so that a large base would be on the devices twice for a moment.
     """
 
-    def __init__(self, create: Callable[..., TrainState], drawn: jax.stages.Traced, abstract: TrainState):
+    def __init__(
+        self,
+        create: Callable[..., TrainState],
+        drawn: jax.stages.Traced,
+        abstract: TrainState,
+    ):
         self._create = create
         self._drawn = drawn
         self._abstract = abstract
@@ -107,11 +112,10 @@ def _on_devices(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -
     """Place a value of the host as a leaf of the state; `value` of a key are its words, and `key` says its kind."""
     # A copy for each device: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
     # 0.10.2), and parameters and their moving average may be one array here.
-    kind = like.sharding.memory_kind
-    shards = [
-        jax.device_put(np.array(value[index]), SingleDeviceSharding(device, memory_kind=kind))
-        for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
-    ]
+    shards = []
+    for device, index in like.sharding.addressable_devices_indices_map(value.shape).items():
+        sharding = SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)
+        shards.append(jax.device_put(np.array(value[index]), sharding))
     array = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(key))
@@ -198,8 +202,8 @@ def check_leaves(
             problems[path] = f"{path} is not an array of the model"
     if not problems:
         return
-    modules = [f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems]
-    patterns = [*skip, *list(dict.fromkeys(modules))[:4]]
+    modules = dict.fromkeys(f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems)
+    patterns = [*skip, *[*modules][:4]]
     first = next(iter(problems.values()))
     raise ConfigError(
         f"{name} does not fit the model of this step: {first} ({len(problems)} in all differ); to initialize what "
