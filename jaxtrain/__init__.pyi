@@ -78,12 +78,12 @@ from .run.trainer import Result as Result
 from .runtime.distributed import is_main_process as is_main_process
 from .runtime.distributed import start as start
 from .train.build import build_step as build_step
+from .train.build import make_train_step as make_train_step
 from .train.build import shard_model as shard_model
 from .train.first_state import Weights as Weights
 from .train.state import EvaluationState as EvaluationState
 from .train.state import TrainState as TrainState
 from .train.step import TrainStep as TrainStep
-from .train.step import make_train_step as make_train_step
 from .weights.load import load_weights as load_weights
 from .weights.peft import load_adapter as load_adapter
 from .weights.peft import save_adapter as save_adapter

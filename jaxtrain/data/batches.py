@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 # With more threads than this, rows wait for the interpreter lock and not for decoding.
 _MAX_WORKERS = 16
 
-# Batches that are prepared ahead: the fewest, the most, and their bytes.
-_DEPTHS = (2, 16)
-_BYTES = 64 * 2**20
-# A load that takes longer than this is left to itself when the iterator is closed: it may never end.
+# Batches that are prepared ahead, and the bytes that they may take.
+_MIN_DEPTH = 2
+_MAX_DEPTH = 16
+_QUEUE_BYTES = 64 * 2**20
+# Closing the iterator does not wait longer than this for a load that is under way: it may never end.
 _CLOSING_SECONDS = 2.0
 
 # Entries of a batch: arrays, or nested dicts of them (packed rows, graphs).
@@ -100,18 +101,20 @@ class Batches:
         return len(self._rows)
 
     def spec(self) -> dict[str, Any]:
-        """Returns the global shape and dtype of each entry of a batch, batch dimension first."""
-        spec = jax.tree.map(
+        """Return the global shape and dtype of each entry of a batch, batch dimension first."""
+
+        def batched(value: np.ndarray) -> jax.ShapeDtypeStruct:
             # jax stores 64-bit numbers in 32 bits unless x64 is enabled.
-            lambda value: jax.ShapeDtypeStruct((self._size, *value.shape), jax.dtypes.canonicalize_dtype(value.dtype)),
-            self._example,
-        )
+            dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+            return jax.ShapeDtypeStruct((self._size, *value.shape), dtype)
+
+        spec = jax.tree.map(batched, self._example)
         if self._order is None:
             spec["weights"] = jax.ShapeDtypeStruct((self._size, *self._weight_shape), np.float32)
         return spec
 
     def row_numbers(self, k: int) -> np.ndarray:
-        """Returns which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up.
+        """Return which rows batch k holds: int64 [B], -1 where a batch of evaluation is filled up.
 
         Raises:
             ConfigError: There is no batch of this number.
@@ -128,11 +131,12 @@ class Batches:
             return self._example["weights"].shape
         targets = self._example.get("targets")
         # Integer targets with a dimension have one weight per token; all other rows have one weight each.
-        counts = isinstance(targets, (np.ndarray, np.generic)) and np.issubdtype(targets.dtype, np.integer)
-        return targets.shape if counts else ()
+        if isinstance(targets, np.ndarray | np.generic) and np.issubdtype(targets.dtype, np.integer):
+            return targets.shape
+        return ()
 
     def load(self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Batch], None] | None = None) -> Batch:
-        """Reads batch k.
+        """Read batch k.
 
         Args:
             k: Number of the batch, from 0; below `len(self)` in evaluation.
@@ -166,7 +170,7 @@ class Batches:
         )
 
     def _checked(self, k: Any) -> int:
-        """Returns the number of a batch, once it is known that there is one."""
+        """Return the number of a batch, once it is known that there is one."""
         k = check_whole(k, what="Batches: k", least=0, write="batches.load(0, shardings)")
         if self._order is None and k >= len(self):
             raise ConfigError(f"there is no batch {k}: the rows make batches 0 to {len(self) - 1}")
@@ -176,12 +180,12 @@ class Batches:
         positions = k * self._size + needed
         if self._order is not None:
             return self._read(self._order(positions))
-        real = positions < len(self._rows)
-        local = self._read(np.where(real, positions, 0))
-        own = local.get("weights", np.ones((len(needed), *self._weight_shape), np.float32))
-        by_row = real.reshape(-1, *[1] * len(self._weight_shape))
+        is_real = positions < len(self._rows)
+        local = self._read(np.where(is_real, positions, 0))
+        weights = local.get("weights", np.ones((len(needed), *self._weight_shape), np.float32))
+        is_real = is_real.reshape(-1, *[1] * len(self._weight_shape))
         # Selected and not multiplied: 0 times a weight that is not finite is not 0.
-        local["weights"] = np.where(by_row, own, 0).astype(np.float32)
+        local["weights"] = np.where(is_real, weights, 0).astype(np.float32)
         return local
 
     def _read_one_by_one(self, indices: np.ndarray) -> Batch:
@@ -192,7 +196,7 @@ class Batches:
 
 
 def check_rows(rows: Any, *, what: str, write: str) -> None:
-    """Raises a DataError where `rows`, which `what` takes, is not a dataset with an index; `write` is an example."""
+    """Raise a DataError where `rows`, which `what` takes, is not a dataset with an index; `write` is an example."""
     import grain
 
     if not isinstance(rows, grain.MapDataset):
@@ -202,7 +206,7 @@ def check_rows(rows: Any, *, what: str, write: str) -> None:
 
 
 def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
-    """Returns a batch of NumPy arrays in the dtypes of its spec, which `first` (in messages) has.
+    """Return a batch of NumPy arrays in the dtypes of its spec, which `first` (in messages) has.
 
     Raises:
         DataError: Numbers would be cut (0.5 among rows of which the first holds 0), or do not fit into 32 bits.
@@ -214,21 +218,22 @@ def in_dtypes(batch: Batch, spec: Batch, *, where: str, first: str) -> Batch:
         name = f"{where} {path_name(path)}"
         check_bits(column, name)
         with np.errstate(invalid="ignore", over="ignore"):
-            kept = column.astype(leaf.dtype)
-        if not jnp.issubdtype(leaf.dtype, np.inexact):
-            lost, why = column[kept != column], f"but those of {first} are {leaf.dtype}; give all of them one dtype"
+            result = column.astype(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, np.inexact):
+            lost = column[np.isfinite(column) & ~np.isfinite(result)]
+            cause = f"outside the range of {leaf.dtype}; rescale the data"
         else:
-            is_beyond = np.isfinite(column) & ~np.isfinite(kept)
-            lost, why = column[is_beyond], f"outside the range of {leaf.dtype}; rescale the data"
+            lost = column[result != column]
+            cause = f"but those of {first} are {leaf.dtype}; give all of them one dtype"
         if lost.size:
-            raise DataError(f"{name} of {lost.flat[0]:.6g}, {why}")
-        return kept
+            raise DataError(f"{name} of {lost.flat[0]:.6g}, {cause}")
+        return result
 
     return jax.tree_util.tree_map_with_path(cast, batch, spec)
 
 
 def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
-    """Checks on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
+    """Check on the host that every id is in the vocabulary, because jax silently clamps an id that is not.
 
     Args:
         inputs: Ids, integers of any shape.
@@ -250,7 +255,7 @@ def check_tokens(inputs: np.ndarray, vocab_size: int, source: str) -> None:
 
 
 def _stacked(rows: list[Any]) -> Batch:
-    """Stacks rows, entry by entry."""
+    """Stack rows, entry by entry."""
     try:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     except ValueError as error:
@@ -261,13 +266,13 @@ def _stacked(rows: list[Any]) -> Batch:
 
 
 def _needed_rows(spec: Mapping[str, Any], shardings: Mapping[str, Any]) -> np.ndarray:
-    """Returns the rows of a batch that this process's devices hold, sorted, each once."""
-    leaves, places = jax.tree.leaves(spec), jax.tree.leaves(shardings)
-    wanted = np.zeros(leaves[0].shape[0], bool)
-    for leaf, sharding in zip(leaves, places, strict=True):
+    """Return the rows of a batch that this process's devices hold, sorted, each once."""
+    leaves = jax.tree.leaves(spec)
+    is_needed = np.zeros(leaves[0].shape[0], bool)
+    for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         for index in sharding.addressable_devices_indices_map(leaf.shape).values():
-            wanted[index[0] if index else slice(None)] = True
-    return np.flatnonzero(wanted)
+            is_needed[index[0] if index else slice(None)] = True
+    return np.flatnonzero(is_needed)
 
 
 class _Window:
@@ -286,13 +291,13 @@ class _Window:
 
 
 def queue_depth(spec: Mapping[str, Any]) -> int:
-    """Returns how many batches of a spec to prepare ahead: 16, or fewer that take 64 MiB, but at least 2."""
+    """Return how many batches of a spec to prepare ahead: 16, or fewer that take 64 MiB, but at least 2."""
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
-    return max(_DEPTHS[0], min(_DEPTHS[1], _BYTES // max(size, 1)))
+    return max(_MIN_DEPTH, min(_MAX_DEPTH, _QUEUE_BYTES // max(size, 1)))
 
 
 def prefetch(load: Callable[[int], Batch], start: int, stop: int, *, depth: int = 2) -> Generator[Batch, None, None]:
-    """Yields batches start to stop - 1 in order; a thread loads the next ones meanwhile.
+    """Yield batches start to stop - 1 in order; a thread loads the next ones meanwhile.
 
     Closing the iterator stops the thread after the load that is under way; it waits at most two seconds for that.
 

@@ -1,4 +1,4 @@
-"""The data that a whole config describes, its batches of training, and the settings that only the data decides."""
+"""From a config to its data and its batches; and settings of the config that only the data decides."""
 
 import math
 from typing import Any
@@ -20,12 +20,12 @@ def open_run_data(config: Config) -> Data:
 
 
 def reading_threads(config: Config) -> int | None:
-    """Return what `Batches` takes as `workers`."""
+    """Return the number of threads that read rows, or None: `Batches` chooses."""
     return None if config.train.workers == "auto" else config.train.workers
 
 
 def training_batches(config: Config, data: Data) -> Batches | BatchStream:
-    """Return the batches of a config's training rows; an iterable of batches is its own."""
+    """Return the batches of a config's training rows; an iterable of batches is taken as it is."""
     if isinstance(data.train, BatchStream):
         return data.train
     size = config.train.global_batch_size
@@ -33,7 +33,10 @@ def training_batches(config: Config, data: Data) -> Batches | BatchStream:
 
 
 def stream_of(config: Config, data: Data) -> dict[str, Any]:
-    """Return what decides which rows batch k holds: the fingerprint of the data, and `BATCH_KEYS`."""
+    """Return the settings that decide which rows batch k holds: the fingerprint of the data, and `BATCH_KEYS`.
+
+    Checkpoints and run.json record them, and a run with others does not resume.
+    """
     return {**data.fingerprint, "seed": config.seed, "global_batch_size": config.train.global_batch_size}
 
 

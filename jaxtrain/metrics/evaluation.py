@@ -22,7 +22,7 @@ from jaxtrain.parallel.division import batch_shards, check_task_stages, microbat
 from jaxtrain.runtime.compiler import Value, choose_options
 from jaxtrain.runtime.distributed import compiled_by_all
 from jaxtrain.train.batch import BatchFeed
-from jaxtrain.train.options import make_pipeline
+from jaxtrain.train.build import make_pipeline, stage_schedule
 from jaxtrain.train.program import evaluation_sums
 from jaxtrain.train.state import EvaluationState, TrainState, check_parts
 from jaxtrain.train.step import TrainStep, check_not_donated
@@ -72,8 +72,8 @@ class Evaluator:
             mesh = step.mesh
             check_task_stages(mesh.shape, task=task.name, calls_model=task.calls_model, rows=task.rows)
             self._sharded_model, self._task = step, task
-            self._pipeline = make_pipeline(step.model, step.layout, parallelism or Parallelism(), 1)
-            schedule = None if self._pipeline is None else self._pipeline.schedule
+            schedule = stage_schedule(step.model, mesh, parallelism or Parallelism(), 1)
+            self._pipeline = make_pipeline(step, schedule)
             self.feed = BatchFeed(step, task, microbatches_by_name(schedule, 1))
             options = choose_options(mesh.devices.flat[0], mesh.size, compiler_options)
         self._jitted = jax.jit(self._sums, static_argnums=5, compiler_options={**options.used} or None)
@@ -137,9 +137,7 @@ class Evaluator:
         totals: dict[str, tuple[Any, Any]] = {}
         step = state.step
         for number, batch in enumerate(batches):
-            self.feed.check(batch)
-            if not self.feed.is_placed(batch):  # one line where rows do not divide, before anything is traced
-                batch = self.feed.place(batch)
+            batch = self.feed.accept(batch)  # rows that do not divide fail before anything is traced
             num_rows = self._num_rows(batch)
             if num_rows == 0:
                 continue

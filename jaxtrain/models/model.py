@@ -229,7 +229,7 @@ class Adapted:
 
 
 class ComputesLogits:
-    """An `Apply` that gives logits, as everybody expects, and `deferred` outputs where a step's task takes them.
+    """An `Apply` that gives logits, and `deferred` outputs where a step's task takes them.
 
     The two are one object: a model whose `apply` somebody wraps is never applied without the wrapper.
     """
@@ -270,29 +270,29 @@ class DefersLogits(ComputesLogits):
 
 
 def by_row_as(function: Callable[..., Any], given: Callable[..., Any]) -> Any:
-    """A function, marked as `DrawsByRow` where the one that it was made of is."""
+    """Mark a function as `DrawsByRow` if the one that it was made of (`given`) is."""
     return DrawsByRow(function) if isinstance(given, DrawsByRow) else function
 
 
 def key_for(function: Callable[..., Any], key: jax.Array | None) -> jax.Array | None:
-    """The key that `Model.apply`, or `embed` or `layers` of its parts, gets where it is traced: see `DrawsByRow`."""
+    """Return the key that `apply` of a model, or `embed` or `layers` of its parts, gets: see `DrawsByRow`."""
     # The parts get theirs one by one.
     return key if key is None or isinstance(function, DrawsByRow | ComputesLogits) else shard_key(key)
 
 
 def drawn_shapes(init: Callable[[jax.Array], Any]) -> tuple[Params, ModelState]:
-    """What an init gives, as shapes; nothing is allocated."""
+    """Return what an init gives, as shapes; nothing is allocated."""
     return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def parameter_shapes(model: Model) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape and dtype of every parameter; nothing is allocated."""
+    """Return path -> shape and dtype of every parameter; nothing is allocated."""
     leaves = jax.tree_util.tree_leaves_with_path(drawn_shapes(model.init)[0])
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def count_parameters(model: Model) -> int:
-    """Number of parameters, from shapes alone: nothing is allocated.
+    """Count the parameters, from shapes alone: nothing is allocated.
 
     Quantized kernels count as the floats that they stand for.
 

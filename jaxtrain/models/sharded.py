@@ -32,7 +32,7 @@ from jaxtrain.precision.policy import Policy, cast_at, cast_floats, check_sums
 
 @contextlib.contextmanager
 def model_context(layout: Layout, policy: Policy, *, required_of: str | None = None) -> Iterator[None]:
-    """Layout, matmul precision and the format of linear layers for whatever is traced inside."""
+    """Set layout, matmul precision and the format of linear layers for whatever is traced inside."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(use_layout(layout))
         if policy.matmul_precision is not None:
@@ -88,17 +88,17 @@ class ShardedModel:
         return self.layout.mesh
 
     def drawn_shapes(self) -> tuple[Params, ModelState]:
-        """What `init` gives, as shapes, in the dtypes that the model draws."""
+        """Return what `init` gives, as shapes, in the dtypes that the model draws."""
         return drawn_shapes(self.init)
 
     def context(self, *, required: bool = False) -> contextlib.AbstractContextManager[None]:
-        """`model_context`; with `required` it is an error that no layer uses the policy's linear format."""
+        """Enter `model_context`; with `required` it is an error that no layer uses the policy's linear format."""
         return model_context(self.layout, self.policy, required_of=self.model.name if required else None)
 
     def apply(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        """The model in the compute dtype, its parameters gathered from their shards; arguments as of `Model.apply`.
+        """Apply the model in the compute dtype, its parameters gathered from their shards; as `Model.apply`.
 
         To be traced under `jit`, with `params` sharded as `abstract_params`, also quantized. Outside `context` it
         enters that itself. A model that fails on its inputs raises a ConfigError with its own error as the cause.
@@ -108,7 +108,7 @@ class ShardedModel:
     def apply_deferred(
         self, params: Params, model_state: ModelState, inputs: Any, *, key: jax.Array | None, train: bool
     ) -> tuple[Any, ModelState]:
-        """`apply` with `DeferredLogits` in place of logits, where the model has them; for a task that takes them."""
+        """Apply as `apply` does, with `DeferredLogits` in place of logits where the model has them."""
         apply = self.model.apply
         if isinstance(apply, ComputesLogits):
             apply = apply.deferred
@@ -123,9 +123,11 @@ class ShardedModel:
             params = hold_parameters(cast_floats(params, compute))
             inputs = cast_floats(inputs, compute)
             stacks = self.model.gathers_itself
+            # Where gradients are scattered layer by layer (`layout/scatter.py`), parameters that are read after the
+            # stack alone wait for it.
             later = self._read_last(params, inputs, key, train) if has_parts() else ()
             params = attach_parts(params, skip=stacks, later=later)
-            # Those that do not wait, as frozen ones, are gathered here wherever they are read.
+            # All others are gathered here.
             params = gather_parameters(params, skip=(*stacks, *waiting_paths(params)))
             key = key_for(self.model.apply, key)
             try:
@@ -134,7 +136,7 @@ class ShardedModel:
                 raise ConfigError(_inapplicable(self.model, inputs, error)) from error
 
     def _read_last(self, params: Params, inputs: Any, key: jax.Array | None, train: bool) -> tuple[str, ...]:
-        """Paths of the parameters outside the stack that `embed` does not read."""
+        """Return the paths of the parameters outside the stack that `embed` does not read."""
         if not isinstance(self.model.apply, PartsApply):
             return ()
         parts = self.model.apply.parts
@@ -149,31 +151,33 @@ class ShardedModel:
 
 
 def _inapplicable(model: Model, inputs: Any, error: Exception) -> str:
-    """The line for a model that fails on its inputs."""
-    given = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(inputs)}
-    arrays = ", ".join(f"{name} {shown(leaf)}".strip() for name, leaf in given.items()).replace("an array ", "")
+    """Return the line for a model that fails on its inputs."""
+    leaves = jax.tree_util.tree_leaves_with_path(inputs)
+    arrays = ", ".join(f"{path_name(path)} {shown(leaf)}".strip() for path, leaf in leaves).replace("an array ", "")
     text = " ".join(str(error).split())[:160]
     return f"the model {model.name} cannot be applied to inputs ({arrays}): {type(error).__name__}: {text}"
 
 
 def stored_params(model: Model, params: Params, policy: Policy, trainable: Callable[[str], bool] | None) -> Params:
-    """Parameters in the dtypes that they are stored in: trained ones (all, without `trainable`) in the param dtype.
+    """Cast parameters to the dtypes that they are stored in.
 
+    Trained ones (all, without `trainable`) are stored in the param dtype.
     Frozen ones keep the dtype that they came in: they may be quantized. Those of an adapted model are stored in the
     compute dtype, in which they are read: that is half of the bytes under bf16, and the same numbers.
     """
-    frozen_in = None if model.adapted is None else policy.compute_dtype
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+    def cast(path: tuple[Any, ...], leaf: Any) -> Any:
         if trainable is None or trainable(path_name(path)):
             return cast_at(path, leaf, policy.param_dtype)
-        return leaf if frozen_in is None else cast_at(path, leaf, frozen_in)
+        if model.adapted is None:
+            return leaf
+        return cast_at(path, leaf, policy.compute_dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_quantized)
 
 
 def trained_paths(params: Params, trainable: Callable[[str], bool] | None) -> set[str]:
-    """Paths of the parameters that are trained; the arrays of a quantized kernel never are."""
+    """Return the paths of the parameters that are trained; the arrays of a quantized kernel never are."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     names = {path_name(path) for path, leaf in leaves if not is_quantized(leaf)}
     return {name for name in names if trainable is None or trainable(name)}
@@ -187,10 +191,14 @@ def place_model(
     trainable: Callable[[str], bool] | None = None,
     max_replicated_fraction: float,
 ) -> ShardedModel:
-    """A model with the specs of its parameters on a layout; nothing is allocated.
+    """Decide where each parameter of a model is on a layout; nothing is allocated.
 
-    `max_replicated_fraction` is the share of the parameter bytes that may be replicated although `fsdp` > 1; for
-    `trainable` see `stored_params`.
+    Args:
+        model: the model.
+        layout: mesh and rules, without parameters.
+        policy: number formats.
+        trainable: see `stored_params`.
+        max_replicated_fraction: share of the parameter bytes that may be replicated although `fsdp` > 1.
 
     Raises:
         ConfigError: a row of the axes table that matches no parameter, sizes that do not divide by the mesh, too many
@@ -205,16 +213,13 @@ def place_model(
     if not isinstance(model.axes, FamilyTable):
         _check_table(list(leaves), model)
     layout = with_parameters(layout, params, trained=trained_paths(params, trainable).__contains__)
-    stored = {
-        path: {axis for entry in one.stored for axis in entry_axes(entry)} for path, one in layout.parameters.items()
-    }
     degrees = layout.mesh.shape
-    on_tensor = [path for path, axes in stored.items() if "tensor" in axes]
+    on_tensor = [path for path in leaves if "tensor" in _stored_axes(layout, path)]
     sizes = {path: leaf.size for path, leaf in leaves.items()}
     check_tensor_used(sizes, on_tensor, degrees["tensor"], layout.rules, model=model.name)
     if degrees["fsdp"] > 1:
         nbytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
-        replicated = {path: nbytes[path] for path, axes in stored.items() if "fsdp" not in axes}
+        replicated = {path: size for path, size in nbytes.items() if "fsdp" not in _stored_axes(layout, path)}
         check_replicated_share(replicated, sum(nbytes.values()), degrees["fsdp"], max_replicated_fraction)
     everywhere = NamedSharding(layout.mesh, PartitionSpec())
     return ShardedModel(
@@ -227,9 +232,14 @@ def place_model(
     )
 
 
-def with_sharding(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The shape with a sharding."""
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+def _stored_axes(layout: Layout, path: str) -> set[str]:
+    """Return the mesh axes that shard a parameter where the state stores it."""
+    return {axis for entry in layout.parameters[path].stored for axis in entry_axes(entry)}
+
+
+def with_sharding(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array (or of a shape) with a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _check_table(paths: list[str], model: Model) -> None:

@@ -105,7 +105,7 @@ class ModelCall:
         return replace(self, params=params, model_state=self._reference.model_state, train=False)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
-        """The outputs of the model; arguments as for `with_state`."""
+        """Return the outputs of the model; arguments as for `with_state`."""
         return self.with_state(inputs, **options)[0]
 
     def with_state(
@@ -118,7 +118,7 @@ class ModelCall:
         model_state: ModelState | None = None,
         deferred: bool = False,
     ) -> tuple[Any, ModelState]:
-        """The outputs of the model, and its model_state after them.
+        """Return the outputs of the model, and its model_state after them.
 
         Args:
             inputs: array or tree [batch, ...]; floats are cast to the compute dtype.
@@ -136,7 +136,7 @@ class ModelCall:
         return apply(params, model_state, inputs, key=key, train=train)
 
     def deferred(self, inputs: Any, **options: Any) -> Any:
-        """The outputs with `DeferredLogits` in place of logits, which `cross_entropy` computes in blocks."""
+        """Return the outputs with `DeferredLogits` in place of logits, which `cross_entropy` computes in blocks."""
         return self.with_state(inputs, deferred=True, **options)[0]
 
 
@@ -227,7 +227,7 @@ class Task:
         rows: Rows = "separate",
         reference: bool = False,
     ) -> "Task":
-        """A task whose loss calls the model itself, as often as it likes, also with other parameters.
+        """Make a task whose loss calls the model itself, as often as it likes, also with other parameters.
 
         Args:
             name: for people and for `run.json`.
@@ -326,7 +326,7 @@ def calling_sums(task: Task, call: ModelCall, batch: Batch, key: jax.Array) -> t
 
 
 def _losses_by_row(found: Any) -> tuple[jax.Array, Mapping[str, Any]] | None:
-    """Losses [B, ...] and metrics, where a loss returned these; None: it returned something else."""
+    """Return losses [B, ...] and metrics, where a loss returned these; None: it returned something else."""
     is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
     losses: Any = found[0] if is_pair else found
     metrics = found[1] if is_pair else {}
@@ -348,7 +348,7 @@ def _check_no_pairs(task: Task, losses: jax.Array, outputs: Any, batch: Batch) -
 
 
 def _as_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
-    """What a loss returned, as sums; see `Task.loss` for the forms."""
+    """Return what a loss returned, as sums; see `Task.loss` for the forms."""
     if by_row := _losses_by_row(found):
         losses, given = by_row
         weights = _row_weights(task, losses.shape, batch)
@@ -378,7 +378,7 @@ def _as_sums(task: Task, found: Any, batch: Batch) -> TaskSums:
 
 
 def _metric(task: Task, name: str, pair: Any) -> tuple[jax.Array, jax.Array | None]:
-    """A metric as (sum, weight), or as (total, None)."""
+    """Return a metric as (sum, weight), or as (total, None)."""
     if name in _RESERVED:
         raise ConfigError(f"task {task.name!r} reports a metric {name!r}, which jaxtrain reports itself; rename it")
     is_pair = isinstance(pair, tuple | list) and len(pair) == 2
@@ -405,7 +405,7 @@ def with_weights(batch: Batch) -> Batch:
 
 
 def _row_weights(task: Task, shape: tuple[int, ...], batch: Batch) -> jax.Array:
-    """The weights of losses of this shape: float32 of the same shape."""
+    """Return the weights of losses of this shape: float32 of the same shape."""
     targets, weights = batch.get("targets"), batch.get("weights")
     if getattr(targets, "shape", None) == shape:
         return target_weights(batch)
@@ -416,7 +416,7 @@ def _row_weights(task: Task, shape: tuple[int, ...], batch: Batch) -> jax.Array:
 
 
 def _broadcast(weights: Any, shape: tuple[int, ...], what: str) -> jax.Array:
-    """Weights of the first dimensions of a shape, or 1, as float32 of that shape."""
+    """Broadcast weights of the first dimensions of a shape (None: 1) to that shape, in float32."""
     if weights is None:
         return jnp.ones(shape, jnp.float32)
     if weights.shape != shape[: weights.ndim]:

@@ -1,40 +1,28 @@
-"""Into how many parts layers, rows and sequences go, and what cannot be. No jax here: step and planner both ask."""
+"""Checks that layers, rows and sequences divide over a mesh. No jax here: the planner makes the same checks."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, Parallelism
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.rules import DEFAULT_RULES, nearest_multiples
 from jaxtrain.parallel.schedules import Schedule, make_schedule
-
-
-class PipelineOptions(Protocol):
-    """What the config group `parallel` says of a pipeline."""
-
-    @property
-    def schedule(self) -> str: ...
-
-    @property
-    def microbatches(self) -> int | None: ...
-
-    @property
-    def chunks(self) -> int | None: ...
 
 
 def check_model_axes(
     degrees: Mapping[str, int], *, model: str, task: str, has_parts: bool, has_sequence: bool, has_experts: bool
 ) -> None:
     """Raise a `ConfigError` where a model or its rows have nothing to shard over an axis of the mesh."""
-    lacking = {
-        "expert": None if has_experts else f"the model {model} has no experts",
-        "context": None if has_sequence else f"the rows of task {task} have no sequence",
-        "pipe": None if has_parts else f"the model {model} does not declare its embedding, stack and head",
-    }
-    for axis, why in lacking.items():
-        if why and degrees[axis] > 1:
-            raise ConfigError(f"parallel.{axis}={degrees[axis]}, but {why}; use parallel.{axis}=1")
+    reasons = {}
+    if not has_experts:
+        reasons["expert"] = f"the model {model} has no experts"
+    if not has_sequence:
+        reasons["context"] = f"the rows of task {task} have no sequence"
+    if not has_parts:
+        reasons["pipe"] = f"the model {model} does not declare its embedding, stack and head"
+    for axis, reason in reasons.items():
+        if degrees[axis] > 1:
+            raise ConfigError(f"parallel.{axis}={degrees[axis]}, but {reason}; use parallel.{axis}=1")
 
 
 def check_zero(degrees: Mapping[str, int], zero: int) -> None:
@@ -83,20 +71,20 @@ def _check_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
     )
 
 
-def step_microbatches(options: PipelineOptions, num_stages: int, accumulation_steps: int) -> int:
-    """Microbatches of a step: of accumulation, or of a pipeline, which has two a stage where none are asked for."""
-    if num_stages == 1:
+def step_microbatches(options: Parallelism, num_stages: int, accumulation_steps: int) -> int:
+    """Return the microbatches of a step: those of accumulation, or of a pipeline, by default two per stage."""
+    if num_stages == 1 or (options.microbatches is None and accumulation_steps > 1):
         return accumulation_steps
-    return options.microbatches or (accumulation_steps if accumulation_steps > 1 else 2 * num_stages)
+    return options.microbatches or 2 * num_stages
 
 
 def pipeline_schedule(
-    options: PipelineOptions, num_stages: int, num_layers: int | None, accumulation_steps: int
+    options: Parallelism, num_stages: int, num_layers: int | None, accumulation_steps: int
 ) -> Schedule | None:
-    """The schedule of a pipeline, or None where the mesh has one stage.
+    """Return the schedule of a pipeline, or None where the mesh has one stage.
 
     Args:
-        options: of the config group `parallel`.
+        options: microbatches, chunks and the kind of schedule.
         num_stages: degree of `pipe`.
         num_layers: of the model's stack; None: it has none, which only one stage allows.
         accumulation_steps: of the config group `train`.
@@ -106,10 +94,10 @@ def pipeline_schedule(
     """
     microbatches = options.microbatches
     if microbatches is not None and (num_stages == 1 or accumulation_steps not in (1, microbatches)):
-        works = "use train.accumulation_steps" if num_stages == 1 else "set one of them"
+        remedy = "use train.accumulation_steps" if num_stages == 1 else "set one of them"
         raise ConfigError(
             f"parallel.microbatches={microbatches} with parallel.pipe={num_stages} and train.accumulation_steps="
-            f"{accumulation_steps}: the microbatches of a pipeline replace accumulation steps; {works}"
+            f"{accumulation_steps}: the microbatches of a pipeline replace accumulation steps; {remedy}"
         )
     if num_stages == 1:
         return None
@@ -127,7 +115,7 @@ def pipeline_schedule(
 
 
 def batch_shards(degrees: Mapping[str, int], axes: Sequence[str] = DEFAULT_RULES["batch"]) -> int:
-    """Into how many shards the rows of a batch go, by the degrees of the mesh and the axes of the batch."""
+    """Return the number of shards of the rows of a batch: the product of the degrees of the axes that shard it."""
     return math.prod(degrees[axis] for axis in axes)
 
 
@@ -139,21 +127,26 @@ def check_rows(
 ) -> None:
     """Raise a `ConfigError` where a batch has no rows, or rows that do not divide by shards and microbatches.
 
-    `microbatches`: their number, by the name of the setting that gives it; `axes`: those that shard the batch.
+    Args:
+        rows: of the global batch.
+        degrees: of the mesh.
+        microbatches: name of a setting -> number of microbatches.
+        axes: mesh axes that shard the rows.
     """
     shards = batch_shards(degrees, axes)
     multiple = shards * math.prod(microbatches.values())
-    if not rows or rows % multiple:
-        shown = {axis: degrees[axis] for axis in axes if axis in ("data", "fsdp") or degrees[axis] > 1}
-        shown = {**shown, **microbatches}
-        write = f"use {nearest_multiples(rows, multiple)}"
-        if rows and rows % shards == 0:
-            name, count = next(iter(microbatches.items()))
-            write = f"use {name}={math.gcd(rows // shards, count)}, or a batch of {nearest_multiples(rows, multiple)}"
-        raise ConfigError(
-            f"train.global_batch_size={rows} does not divide by {' x '.join(shown)} = "
-            f"{' x '.join(map(str, shown.values()))}; {write}"
-        )
+    if rows and rows % multiple == 0:
+        return
+    divisors = {axis: degrees[axis] for axis in axes if axis in ("data", "fsdp") or degrees[axis] > 1}
+    divisors |= microbatches
+    remedy = f"use {nearest_multiples(rows, multiple)}"
+    if rows and rows % shards == 0:
+        name, count = next(iter(microbatches.items()))
+        remedy = f"use {name}={math.gcd(rows // shards, count)}, or a batch of {nearest_multiples(rows, multiple)}"
+    raise ConfigError(
+        f"train.global_batch_size={rows} does not divide by {' x '.join(divisors)} = "
+        f"{' x '.join(map(str, divisors.values()))}; {remedy}"
+    )
 
 
 def microbatches_of(config: Config) -> int:
@@ -169,14 +162,14 @@ def check_batch(config: Config, degrees: Mapping[str, int]) -> None:
 
 
 def microbatches_by_name(schedule: Schedule | None, accumulation_steps: int) -> dict[str, int]:
-    """The number of microbatches under the name of the setting that gives it, for `check_rows`."""
+    """Return the name of the setting that gives the number of microbatches -> that number, for `check_rows`."""
     if schedule is None:
         return {"accumulation_steps": accumulation_steps}
     return {"microbatches": schedule.num_microbatches}
 
 
 def sequence_axes(*, sequence_parallel: bool) -> tuple[str, ...]:
-    """Mesh axes that the sequence of the residual stream is sharded over."""
+    """Return the mesh axes that shard the sequence of the residual stream."""
     return ("context", "tensor") if sequence_parallel else DEFAULT_RULES["residual_sequence"]
 
 

@@ -101,14 +101,14 @@ class DataReduction:
         return self.stage >= 2
 
     def dim(self, name: str, leaf: Any) -> int | None:
-        """The dim of a parameter (of global shape) over which its gradient is scattered; None: all keep the sum."""
+        """Return the dim of a parameter (global shape) over which its gradient is scattered; None: all keep the sum."""
         if self.stage == 0:
             return None
         spec = state_spec(name, leaf.shape, self.layout)
         return next((dim for dim, entry in enumerate(spec) if "data" in entry_axes(entry)), None)
 
     def specs(self, params: Tree) -> Tree:
-        """Specs over `data` of what `reduce` returns for these parameters."""
+        """Return the specs over `data` of what `reduce` returns for these parameters."""
 
         def spec(name: str, leaf: jax.Array) -> PartitionSpec:
             dim = self.dim(name, leaf)
@@ -131,7 +131,7 @@ class DataReduction:
         return _map_named(one, params, tree)
 
     def zeros(self, params: Tree) -> Tree:
-        """Sums of gradients before the first microbatch, with the shapes that a device accumulates in."""
+        """Return sums of gradients before the first microbatch, in the shapes that a device accumulates in."""
 
         def zero(name: str, leaf: jax.Array) -> jax.Array:
             shape, dim = list(leaf.shape), self.dim(name, leaf) if self.each_microbatch else None
@@ -169,7 +169,7 @@ class Accumulation:
         return loss_divisor(weight, powers_of_two=self.powers_of_two)
 
     def summed_inside(self, params: Tree) -> list[str]:
-        """Paths of the parameters of a stack whose sums take the gradients of its layers one by one.
+        """Return paths of the parameters of a stack whose sums take the gradients of its layers one by one.
 
         A parameter that is sharded over its layers, as one may be whose table does not name that dim, is not among
         them.
@@ -256,53 +256,72 @@ def _differentiate(
         adds_rest: whether the backward pass adds the gradients outside the stack to their sums too, which a
             `reduction` does for those that it scatters.
     """
-    per = plan.divisor
 
     def differentiate(sums: ByPath, others: ByPath, arguments: Arguments) -> tuple[ByPath, ByPath, LossParts]:
         params, fixed, model_state, batch, key = arguments
         constant = loss_constant(jax.tree.leaves(batch.get("targets", batch))[0].size, powers_of_two=plan.powers_of_two)
-        whole, structure = paths_of(params), jax.tree.structure(params)
-        zeros = {} if reduction is None else paths_of(reduction.zeros(params))
-        dims = {name: None if reduction is None else reduction.dim(name, leaf) for name, leaf in whole.items()}
+        leaves = paths_of(params)
+        structure = jax.tree.structure(params)
+        zeros: ByPath = {}
+        dims: dict[str, int | None] = dict.fromkeys(leaves)
+        if reduction is not None:
+            zeros = paths_of(reduction.zeros(params))
+            dims = {name: reduction.dim(name, leaf) for name, leaf in leaves.items()}
 
         def keep_part(name: str, gradient: jax.Array) -> jax.Array:
             return gradient if reduction is None else _scatter(gradient, dims[name], first_dim=1)
 
-        def of(
+        def differentiated(
             starts: ByPath, sums: ByPath, factor: jax.Array, others: ByPath, factors: Factors
         ) -> tuple[tuple[jax.Array, Any, Any], LossParts]:
-            # A parameter that no dim of divides has no part: it is differentiated itself.
-            chosen = [starts[name] if name in starts and dims[name] is None else leaf for name, leaf in whole.items()]
-            given = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
-            parts = Parts(given, others, factors)
-            passing = StackSums(plan.stack or "", (sums, factor), keep_part)
+            chosen = []
+            for name, leaf in leaves.items():
+                # Parameters without a dimension that `data` divides are differentiated directly.
+                is_direct = name in starts and dims[name] is None
+                chosen.append(starts[name] if is_direct else leaf)
+            pieces = {name: (part, dims[name]) for name, part in starts.items() if adds_rest or dims[name] is not None}
+            parts = Parts(pieces, others, factors)
+            stack_sums = StackSums(plan.stack or "", (sums, factor), keep_part)
             with contextlib.ExitStack() as contexts:
-                if given:
+                if pieces:
                     contexts.enter_context(use_parts(parts))
                 if sums:
-                    contexts.enter_context(use_stack_sums(passing))
-                mean, found = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
-            assert passing.end is not None or not sums, f"{plan.stack} is run by scan_stack"
-            mean = mean if reduction is None else mean * (per(found[1]) / constant)
-            return (mean, passing.end or (sums, factor), parts.ends), found
+                    contexts.enter_context(use_stack_sums(stack_sums))
+                mean, loss_parts = loss(jax.tree.unflatten(structure, chosen), fixed, model_state, batch, key)
+            assert stack_sums.end is not None or not sums, f"{plan.stack} is run by scan_stack"
+            if reduction is not None:
+                mean = mean * (plan.divisor(loss_parts[1]) / constant)
+            return (mean, stack_sums.end or (sums, factor), parts.ends), loss_parts
 
-        starts = {name: leaf if dims[name] is None else zeros[name] for name, leaf in whole.items() if name not in sums}
+        starts = {}
+        for name, leaf in leaves.items():
+            if name not in sums:
+                starts[name] = leaf if dims[name] is None else zeros[name]
+        # The values of factors are not read: what is pulled back through them is the factor of the sums.
         unread = jnp.float32(0)
-        (mean, _, ends), pull, found = jax.vjp(of, starts, sums, unread, others, (unread, unread), has_aux=True)
+        (mean, _, ends), pull, loss_parts = jax.vjp(
+            differentiated, starts, sums, unread, others, (unread, unread), has_aux=True
+        )
+        weight = loss_parts[1]
         # What is added to sums in the backward pass is weighted there.
-        factor = per(found[1]) if reduction is None else jnp.float32(constant)
-        unit = jnp.float32(1) if reduction is None else constant / per(found[1])
-        attached = {name: (others[name], (unit, per(found[1]))) for name in ends}
+        if reduction is None:
+            factor = plan.divisor(weight)
+            unit = jnp.float32(1)
+        else:
+            factor = jnp.float32(constant)
+            unit = constant / plan.divisor(weight)
+        attached = {name: (others[name], (unit, plan.divisor(weight))) for name in ends}
         gradients, sums, _, others, _ = pull((jnp.ones_like(mean), (sums, factor), attached))
         sums |= {name: others[name] for name in ends}
-        gradients = {name: gradient for name, gradient in gradients.items() if name not in ends}
-        if reduction is not None:
-            gradients = {
-                name: (_scatter(g.astype(sum_dtype(g)), None) if dims[name] is None else g) * unit
-                for name, g in gradients.items()
-            }
-        weighted = {name: g.astype(sum_dtype(g)) * per(found[1]) for name, g in gradients.items()}
-        return weighted, sums, found
+        weighted = {}
+        for name, gradient in gradients.items():
+            if name in ends:
+                continue
+            gradient = gradient.astype(sum_dtype(gradient))
+            if reduction is not None:
+                gradient = (_scatter(gradient, None) if dims[name] is None else gradient) * unit
+            weighted[name] = gradient * plan.divisor(weight)
+        return weighted, sums, loss_parts
 
     return differentiate
 
@@ -351,24 +370,24 @@ def _accumulate(
 
 
 def _map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`jax.tree.map` of a function that gets the path's name first."""
+    """Map a function over trees as `jax.tree.map` does; it gets the name of the path first."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
 
 
 def sum_dtype(leaf: jax.Array) -> jnp.dtype:
-    """The dtype of a sum over microbatches: at least float32; complex numbers stay complex."""
+    """Return the dtype of a sum over microbatches: at least float32; complex numbers stay complex."""
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
 def _scatter(gradient: jax.Array, dim: int | None, *, first_dim: int = 0) -> jax.Array:
-    """Sum over `data`, of which a device keeps its part of a dim, whose number counts from `first_dim`; None: all."""
+    """Sum over `data`; a device keeps its part of a dim, which is counted from `first_dim` (None: the whole sum)."""
     if dim is None:
         return jax.lax.psum(gradient, "data")
     return jax.lax.psum_scatter(gradient, "data", scatter_dimension=dim - first_dim, tiled=True)
 
 
 def constrain_gradients(tree: Tree, layout: Layout) -> Tree:
-    """Gradients or parameters sharded as the optimizer state is: from ZeRO-1 on over `data` too, else as they are."""
+    """Shard gradients or parameters as the optimizer state is: from ZeRO-1 on, over `data` too."""
     if not layout.state_axes or layout.mesh.size == 1:
         return tree
 

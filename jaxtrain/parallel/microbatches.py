@@ -44,12 +44,12 @@ def split_microbatches(batch: Tree, count: int) -> Tree:
 
 
 def batch_specs(batch: Tree) -> Tree:
-    """Specs of a batch for a region that is manual over `data`: rows are sharded, scalars replicated."""
+    """Return the specs of a batch for a region that is manual over `data`: rows are sharded, scalars replicated."""
     return jax.tree.map(lambda x: PartitionSpec("data") if jnp.ndim(x) else PartitionSpec(), batch)
 
 
 def loss_divisor(weight: jax.Array, *, powers_of_two: bool) -> jax.Array:
-    """What a loss sum of rows of this weight (float32 []) is divided by before it is differentiated.
+    """Return what a loss sum of rows of this weight is divided by before it is differentiated; float32 [].
 
     `divisor(weight)`, or with `powers_of_two` the largest power of two that its magnitude reaches.
     """
@@ -61,12 +61,15 @@ def loss_divisor(weight: jax.Array, *, powers_of_two: bool) -> jax.Array:
 
 
 def loss_constant(number: float, *, powers_of_two: bool) -> float:
-    """What loss sums are divided by that stages or shards add up before they are weighted: a number, or as above."""
+    """Return what loss sums are divided by that stages or shards add up before their weight is known.
+
+    That is a number of targets, or with `powers_of_two` the largest power of two that it reaches.
+    """
     return math.ldexp(0.5, math.frexp(number)[1]) if powers_of_two else float(number)
 
 
 def as_means(gradients: Tree, weight: jax.Array, *, powers_of_two: bool) -> Tree:
-    """Gradients of a loss sum over its `loss_divisor` as those of the mean: in float32 where they differ."""
+    """Turn gradients of a loss sum over its `loss_divisor` into those of the mean."""
     if not powers_of_two:
         return gradients
     rest = loss_divisor(weight, powers_of_two=True) / divisor(weight)

@@ -99,7 +99,15 @@ class _Work:
 
 
 def pipeline_gradients(
-    pipeline: Pipeline, code: StageCode, params: Tree, fixed: Tree, batch: Tree, key: jax.Array, scale: jax.Array
+    pipeline: Pipeline,
+    code: StageCode,
+    params: Tree,
+    fixed: Tree,
+    batch: Tree,
+    key: jax.Array,
+    scale: jax.Array,
+    *,
+    powers_of_two: bool = False,
 ) -> Gradients:
     """Compute the gradients of the mean loss over the global batch, by the pipeline's schedule.
 
@@ -111,6 +119,7 @@ def pipeline_gradients(
         batch: arrays [B, ...]; B divides by the microbatches and the shards of the batch.
         key: random key of the step.
         scale: float32 [], loss scale.
+        powers_of_two: whether losses are differentiated over a power of two, see `microbatches.py`.
 
     Returns:
         Gradients sharded over `pipe`, and over `data` as `DataReduction` says.
@@ -119,7 +128,7 @@ def pipeline_gradients(
     # Losses are differentiated as sums over this constant, so that fp16 gradients keep their range.
     elements = jax.tree.leaves(batch.get("targets", batch))[0].size
     share = elements / (pipeline.schedule.num_microbatches * pipeline.layout.mesh.shape["data"])
-    constant = loss_constant(share, powers_of_two=pipeline.powers_of_two)
+    constant = loss_constant(share, powers_of_two=powers_of_two)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     over_pipe, everywhere = PartitionSpec("pipe"), PartitionSpec()
     run = on_stage.enter(
@@ -135,12 +144,12 @@ def pipeline_gradients(
 
 
 def _without_stack(pipeline: Pipeline, tree: Tree) -> tuple[Tree, Tree]:
-    """Parameters outside the stack, and those of the stack."""
+    """Return the parameters outside the stack, and those of the stack."""
     return {name: value for name, value in tree.items() if name != pipeline.stack}, tree[pipeline.stack]
 
 
 def _gradient_specs(pipeline: Pipeline, reduction: DataReduction, params: Tree) -> Tree:
-    """Specs over `pipe` and `data` of the gradients: each stage has those of the layers that it stores."""
+    """Return the specs over `pipe` and `data` of the gradients: each stage has those of the layers that it stores."""
     specs = reduction.specs(params)
     specs[pipeline.stack] = jax.tree.map(
         lambda spec: PartitionSpec("pipe", *spec[1:]),
@@ -173,7 +182,7 @@ def _local_gradients(
 
 
 def _start(work: _Work, tables: Tables) -> _Moving:
-    """What a device has before the first tick: empty buffers and sums of 0."""
+    """Return what a device has before the first tick: empty buffers and sums of 0."""
     stage, name = work.stage, work.stage.pipeline.stack
 
     def buffer(slots: int) -> Tree:
@@ -214,7 +223,7 @@ def _store_arrivals(moving: _Moving, tick: _Tick) -> _Moving:
 
 
 def _forward(work: _Work, moving: _Moving, tick: _Tick) -> tuple[Tree, jax.Array | None]:
-    """What this stage sends up, and on CPU devices a 0 that is there as soon as that is.
+    """Return what this stage sends up, and on CPU devices a 0 that is there as soon as that is.
 
     The last virtual stage computes its forward in its backward.
     """
@@ -318,7 +327,7 @@ def _add(work: _Work, moving: _Moving, outer: Tree | None, stack: Tree, chunk: j
 
 
 def _kept(work: _Work, gradients: Tree) -> Tree:
-    """The part of one microbatch's gradients that this device sums: under ZeRO-2 it is reduced over `data` first."""
+    """Return what this device sums of one microbatch's gradients: under ZeRO-2 they are reduced over `data` first."""
     if not work.reduction.each_microbatch:
         return gradients
     return work.reduction.reduce(gradients, {name: work.shapes[name] for name in gradients})

@@ -54,7 +54,6 @@ class Pipeline:
         stack: key of the stacked parameters.
         num_layers: of the stack; a multiple of stages x chunks.
         zero: ZeRO stage of a step, see `DataReduction`.
-        powers_of_two: whether losses are differentiated over a power of two, see `microbatches.py`.
     """
 
     schedule: Schedule
@@ -62,7 +61,6 @@ class Pipeline:
     stack: str
     num_layers: int
     zero: int = 0
-    powers_of_two: bool = False
 
     @property
     def layers_per_chunk(self) -> int:
@@ -181,7 +179,7 @@ def make_stage(pipeline: Pipeline, code: StageCode, arguments: tuple[Tree, Tree,
 
 
 def empty_carry(stage: Stage) -> Tree:
-    """What a stage sends when it has nothing to send: zeros like the carry between two stages, which are floats."""
+    """Return what a stage sends when it has nothing to send: zeros like the carry between two stages."""
     at = jnp.int32(0)
     carry = jax.eval_shape(lambda: embed(stage, stage.outer, rows_of(stage, at), at))
     for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
@@ -194,7 +192,7 @@ def empty_carry(stage: Stage) -> Tree:
 
 
 def empty_sums(stage: Stage, carry: Tree) -> TaskSums:
-    """The sums of the loss before the first microbatch: zeros like those of one microbatch with this carry."""
+    """Return the sums of the loss before the first microbatch: zeros like those of one microbatch with this carry."""
     return _zeros(jax.eval_shape(lambda: loss(stage, stage.outer, carry, rows_of(stage, jnp.int32(0)))))
 
 
@@ -208,12 +206,12 @@ def rows_of(stage: Stage, microbatch: jax.Array) -> Tree:
 
 
 def is_first(stage: Stage, chunk: jax.Array) -> jax.Array:
-    """Whether a chunk of this stage is the first virtual stage, which embeds."""
+    """Return whether a chunk of this stage is the first virtual stage, which embeds."""
     return (stage.number == 0) & (chunk == 0)
 
 
 def is_last(stage: Stage, chunk: jax.Array) -> jax.Array:
-    """Whether a chunk of this stage is the last virtual stage, which computes the loss."""
+    """Return whether a chunk of this stage is the last virtual stage, which computes the loss."""
     return (stage.number == stage.num_stages - 1) & (chunk == stage.num_chunks - 1)
 
 

@@ -15,7 +15,7 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.layout.sharding import Layout, logical_spec, path_name
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.models.task import RENAME, CallingLoss, Task
+from jaxtrain.models.task import RENAME, Batch, CallingLoss, Task
 from jaxtrain.parallel.division import check_rows, check_sequence
 from jaxtrain.runtime.tree import check_bits, paths_of
 
@@ -26,14 +26,21 @@ class BatchSource(Protocol):
     def spec(self) -> Mapping[str, Any]: ...
 
     def load(
-        self, k: int, shardings: Mapping[str, Any], *, check: Callable[[Mapping[str, Any]], None] | None = None
+        self,
+        k: int,
+        shardings: Mapping[str, Any],
+        *,
+        check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]: ...
 
 
 class BatchFeed:
     """How batches reach a model on its mesh: sharded, and with ids that the model has.
 
-    `microbatches` is their number, by which rows divide, under the name of the setting that gives it.
+    Args:
+        sharded_model: what takes the batches.
+        task: what compares its outputs with them.
+        microbatches: name of a setting -> number of microbatches, by which the rows of a shard must divide.
     """
 
     def __init__(self, sharded_model: ShardedModel, task: Task, microbatches: Mapping[str, int]):
@@ -44,7 +51,7 @@ class BatchFeed:
         self._placed_like: Any = None
         self._placed_shardings: list[NamedSharding] = []
 
-    def check(self, batch: Any) -> None:
+    def _check(self, batch: Any) -> None:
         """Raise a `ConfigError` where something is not a batch that the task can take."""
         if not isinstance(batch, Mapping) or not batch:
             raise ConfigError(f"a batch is a dict of arrays such as {{'inputs': x, 'targets': y}}, not {shown(batch)}")
@@ -55,12 +62,16 @@ class BatchFeed:
 
     def shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """See `TrainStep.batch_shardings`."""
-        self.check(batch)
+        self._check(batch)
         return batch_shardings(batch, self.sharded_model.layout, self.task.batch_axes, self.microbatches)
 
-    def is_placed(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether every entry of a batch is an array on the mesh, sharded as a compiled step takes it."""
-        leaves, structure = jax.tree.flatten(dict(batch))
+    def accept(self, batch: Batch) -> Batch:
+        """Return a batch on the mesh: as it is, if a compiled step can take it, else placed."""
+        return batch if self._is_placed(batch) else self.place(batch)
+
+    def _is_placed(self, batch: Batch) -> bool:
+        """Return whether all arrays of a batch are sharded as a compiled step takes them."""
+        leaves, structure = jax.tree.flatten(batch)
         for leaf in leaves:
             if not isinstance(leaf, jax.Array) or not leaf.committed:
                 return False
@@ -87,9 +98,13 @@ class BatchFeed:
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """See `TrainStep.place`; host arrays may be refilled afterwards."""
-        self.check(batch)
-        # Copied: `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
-        batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), dict(batch))
+        self._check(batch)
+
+        def copied(leaf: Any) -> Any:
+            # `device_put` may read a NumPy array later, or keep it as the array on the device (CPU).
+            return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+
+        batch = jax.tree.map(copied, dict(batch))
         shardings = self.shardings(batch)
         check_ids(batch, limits=self._limits(batch), where="the batch")
         return jax.device_put(batch, shardings)
@@ -102,7 +117,7 @@ class BatchFeed:
         return self._limits(batch).get("targets")
 
     def _limits(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Return entry of a batch -> number of ids that it may hold, found once: it may take a trace of the model."""
+        """Return entry of a batch -> number of ids that it may hold; it may take a trace of the model, so only once."""
         if self._known_limits is None:
             self._known_limits = _id_limits(self.sharded_model, self.task, batch)
         return self._known_limits
@@ -120,7 +135,7 @@ def batch_shardings(
         batch: arrays or shapes, global.
         layout: of the model.
         batch_axes: of the task.
-        microbatches: their number, by which the rows divide, under the name of the setting that gives it.
+        microbatches: name of a setting -> number of microbatches, by which the rows of a shard must divide.
     """
     mesh = layout.mesh
 
@@ -129,8 +144,7 @@ def batch_shardings(
             return NamedSharding(mesh, PartitionSpec())
         check_rows(leaf.shape[0], mesh.shape, microbatches, layout.rules["batch"])
         entry = path_name(path[:1])
-        names = batch_axes.get(entry, ("batch",))
-        names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
+        names = batch_axes.get(entry, ("batch",))[: leaf.ndim]
         if "sequence" in names:
             length = leaf.shape[names.index("sequence")]
             check_sequence(length, mesh.shape, layout.rules["residual_sequence"])
@@ -169,14 +183,11 @@ def _output_shapes(sharded_model: ShardedModel, inputs: Any) -> Any:
     def apply(params: Params, model_state: ModelState, inputs: Any, key: jax.Array) -> Any:
         return sharded_model.apply(params, model_state, inputs, key=key, train=True)[0]
 
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
-
     return jax.eval_shape(
         apply,
         sharded_model.abstract_params,
         sharded_model.abstract_model_state,
-        jax.tree.map(abstract, inputs),
+        inputs,
         jax.eval_shape(lambda: jax.random.key(0)),
     )
 
@@ -193,7 +204,9 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
         DataError: ids that the model does not have, or integers that jax would truncate to 32 bits.
     """
     for name, leaf in paths_of(dict(batch)).items():
-        if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        if not isinstance(leaf, np.ndarray):
+            continue
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             check_bits(leaf, f"{where} holds {name}")
     for name, limit in limits.items():
         ids = batch.get(name)
@@ -207,13 +220,14 @@ def check_ids(batch: Mapping[str, Any], *, limits: Mapping[str, int], where: str
         if not is_wrong.any():
             continue
         wrong = ids[is_wrong]
+        first = int(wrong[0])
         remedy = "fix the data, or give the model more outputs or a larger vocabulary"
         if name == "targets" and (wrong < 0).any():
             remedy = (
                 "write -100 where there is no target, and number classes from 0, as "
                 "np.unique(labels, return_inverse=True)[1] does"
             )
-        raise DataError(f"{where} holds {name} of {int(wrong[0])}, but the model has ids 0 to {limit - 1}; {remedy}")
+        raise DataError(f"{where} holds {name} of {first}, but the model has ids 0 to {limit - 1}; {remedy}")
 
 
 def _counts(targets: np.ndarray, weights: Any) -> np.ndarray:

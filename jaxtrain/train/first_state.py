@@ -1,8 +1,10 @@
-"""The state at step 0 on its devices, drawn by the model or begun from arrays.
+"""The state at step 0 on its devices: what the model draws, or arrays to start from.
 
-On CPU devices of one process what is drawn is evaluated on the host, where that is known to give the same bits.
+Compiling a program that draws takes longer than drawing (`models/initializers.py`). Hence on CPU devices of one process
+the host evaluates its trace, where that gives the same bits.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,78 +45,77 @@ class Weights:
 
 
 class FirstState:
-    """Makes the state at step 0 of a step.
+    """Creates the state at step 0 of a step.
 
-    The results of a compiled program are arrays of their own: parameters that were read from files and passed through
-    one would be on the devices twice for a moment, for which a large base has no room. Those that are as the state
-    stores them are left out of the program's results and put in their places afterwards.
+    Parameters that were read from files and are already as the state stores them bypass the compiled program: its
+    results are arrays of their own, so that a large base would be on the devices twice for a moment.
     """
 
-    def __init__(self, create: Callable[..., TrainState], abstract: TrainState, shardings: TrainState):
+    def __init__(
+        self,
+        create: Callable[..., TrainState],
+        drawn: jax.stages.Traced,
+        abstract: TrainState,
+    ):
         self._create = create
+        self._drawn = drawn
         self._abstract = abstract
-        self._shardings = shardings
-        self._devices = list(jax.tree.leaves(shardings)[0].mesh.devices.flat)
-        # Paths of the parameters that are left out -> the program.
-        self._programs: dict[frozenset[str], Any] = {}
+        sharding = jax.tree.leaves(abstract)[0].sharding
+        self._device = sharding.mesh.devices.flat[0]
+        self._is_local_cpu = self._device.platform == "cpu" and sharding.is_fully_addressable
+        self._jitted: dict[frozenset[str], Any] = {}
 
     def __call__(self, key: jax.Array, weights: Weights) -> TrainState:
         """Return the state from a typed key and weights, its arrays shared with nobody else."""
-        if weights.params is None and weights.model_state is None and self._is_on_host(key):
-            try:
+        if weights.params is None and weights.model_state is None and self._can_follow(key):
+            # What the host cannot follow is compiled.
+            with contextlib.suppress(CannotFollowError):
                 return self._draw_on_host(key)
-            except CannotFollowError:
-                pass  # the program is compiled
         leaves = paths_of(weights.params)
         abstract = paths_of(self._abstract.params)
         placed = frozenset(path for path in weights.owned if _fits(leaves[path], abstract[path]))
         # Moving averages and optimizers may read them, hence they are arguments; jax drops those that nothing reads.
-        state: TrainState = self.program(placed)(key, params=weights.params, model_state=weights.model_state)
+        state: TrainState = self.jitted(placed)(key, params=weights.params, model_state=weights.model_state)
         if not placed:
             return state
-        params = select_leaves(weights.params, lambda path: path in placed)
+        params = select_leaves(weights.params, placed.__contains__)
         return replace(state, params=merge_leaves(params, state.params))
 
-    def program(self, placed: frozenset[str]) -> Any:
-        """Return the jitted program that creates a state without the parameters at some paths."""
-        if placed not in self._programs:
+    def jitted(self, placed: frozenset[str]) -> Any:
+        """Return the compiled function that creates a state without the parameters at the paths `placed`."""
+        if placed not in self._jitted:
 
             def create(key: jax.Array, *, params: Any, model_state: Any) -> TrainState:
                 return _without(self._create(key, params=params, model_state=model_state), placed)
 
-            self._programs[placed] = jax.jit(create, out_shardings=_without(self._shardings, placed))
-        return self._programs[placed]
+            shardings = jax.tree.map(lambda like: like.sharding, _without(self._abstract, placed))
+            self._jitted[placed] = jax.jit(create, out_shardings=shardings)
+        return self._jitted[placed]
 
-    def _is_on_host(self, key: jax.Array) -> bool:
+    def _can_follow(self, key: jax.Array) -> bool:
+        """Return whether the devices are CPUs of this process, and the key is one that the host can follow."""
         # Inside a function that is traced (jax.eval_shape, jax.vmap over seeds) a key has no numbers yet.
-        if isinstance(key, Tracer) or not can_draw(key):
-            return False
-        for device in self._devices:
-            if device.platform != "cpu" or device.process_index != jax.process_index():
-                return False
-        return True
+        return self._is_local_cpu and not isinstance(key, Tracer) and can_draw(key)
 
     def _draw_on_host(self, key: jax.Array) -> TrainState:
-        traced = self.program(frozenset()).trace(key, params=None, model_state=None)
         shapes, structure = jax.tree.flatten(self._abstract)
-        state: list[Any] = []
+        leaves = []
         # A program whose only argument is a key moves nothing to a device, whatever a user's guard says.
-        with jax.default_device(self._devices[0]), jax.transfer_guard("allow"):
-            values = follow(traced.jaxpr, key)[::-1]
+        with jax.default_device(self._device), jax.transfer_guard("allow"):
+            values = follow(self._drawn.jaxpr, key)
             for like in shapes:
-                state.append(_on_devices(values.pop(), like, key))
-        return jax.tree.unflatten(structure, state)
+                leaves.append(_on_devices(values.pop(0), like, key))  # the host's copy is freed once it is placed
+        return jax.tree.unflatten(structure, leaves)
 
 
 def _on_devices(value: np.ndarray, like: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Place a value of the host in a sharding; keys, of the kind of `key`, are given by their words."""
+    """Place a value of the host as a leaf of the state; `value` of a key are its words, and `key` says its kind."""
     # A copy for each device: on CPU an aligned NumPy array is the buffer itself, also with may_alias=False (jax
     # 0.10.2), and parameters and their moving average may be one array here.
-    kind = like.sharding.memory_kind
-    shards = [
-        jax.device_put(np.array(value[index]), SingleDeviceSharding(device, memory_kind=kind))
-        for device, index in like.sharding.addressable_devices_indices_map(value.shape).items()
-    ]
+    shards = []
+    for device, index in like.sharding.addressable_devices_indices_map(value.shape).items():
+        sharding = SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)
+        shards.append(jax.device_put(np.array(value[index]), sharding))
     array = jax.make_array_from_single_device_arrays(value.shape, like.sharding, shards)
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(key))
@@ -126,7 +127,7 @@ def _fits(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def _without(state: TrainState, placed: frozenset[str]) -> TrainState:
-    """Return the state (arrays or shardings) with None in place of some parameters."""
+    """Return the state (arrays or shapes) without the parameters at the paths `placed`."""
     return replace(state, params=select_leaves(state.params, lambda path: path not in placed))
 
 
@@ -153,10 +154,10 @@ def place_tree(name: str, tree: Any, abstract: Any) -> Any:
         path = os.fspath(tree)
         raise ConfigError(f'{name} takes arrays, not a path; write step.init(seed, jt.load_weights(step, "{path}"))')
     leaves = {}
-    drawn = set()
+    drawn = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None):
         if leaf is None:
-            drawn.add(path_name(path))
+            drawn.append(path_name(path))
         else:
             leaves[path_name(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     check_leaves(name, leaves, paths_of(abstract), optional=drawn)
@@ -190,22 +191,28 @@ def check_leaves(
     """
     problems = {}
     for path, like in abstract.items():
-        if path not in leaves:
+        leaf = leaves.get(path)
+        if leaf is None:
             if path not in optional:
                 problems[path] = f"{path} is missing"
-            continue
-        leaf = leaves[path]
-        both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(like.dtype, jnp.floating)
-        if leaf.shape != like.shape or not (both_float or leaf.dtype == like.dtype):
+        elif leaf.shape != like.shape or not _has_dtype_like(leaf, like):
             problems[path] = f"{path} is {leaf.dtype}{list(leaf.shape)}, not {like.dtype}{list(like.shape)}"
     for path in leaves:
         if path not in abstract:
             problems[path] = f"{path} is not an array of the model"
     if not problems:
         return
-    modules = [f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems]
-    patterns = [*skip, *list(dict.fromkeys(modules))[:4]]
+    modules = dict.fromkeys(f"{path.rpartition('/')[0]}/*" if "/" in path else path for path in problems)
+    patterns = [*skip, *[*modules][:4]]
+    first = next(iter(problems.values()))
     raise ConfigError(
-        f"{name} does not fit the model of this step: {next(iter(problems.values()))} ({len(problems)} in all differ); "
-        f"to initialize what differs, write skip={json.dumps(patterns)}"
+        f"{name} does not fit the model of this step: {first} ({len(problems)} in all differ); to initialize what "
+        f"differs, write skip={json.dumps(patterns)}"
     )
+
+
+def _has_dtype_like(leaf: Any, like: jax.ShapeDtypeStruct) -> bool:
+    """Return whether an array can be cast to the dtype of the model: floats to floats, all others are equal."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.issubdtype(like.dtype, jnp.floating)
+    return leaf.dtype == like.dtype

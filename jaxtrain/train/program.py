@@ -43,10 +43,12 @@ def take_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[Tr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Fixed:
-    """What the loss of a step reads besides the trained parameters and the model_state.
+    """What the loss of a step reads besides the trained parameters and the model_state: `Arguments.fixed`.
 
-    The frozen parameters and the loss scale (float32 []). A task that calls the model itself reads all parameters,
-    their moving averages, the steps done, and the model that training started from.
+    Attributes:
+        params: the frozen parameters; all of them for a task that calls the model itself.
+        scale: loss scale, float32 []; 1 where there is none.
+        average, step, reference: of the state, for a task that calls the model itself.
     """
 
     params: Params
@@ -57,6 +59,7 @@ class _Fixed:
 
 
 def _fixed(program: StepProgram, state: TrainState) -> _Fixed:
+    """Return what the loss reads of a state besides what is differentiated."""
     if not program.task.calls_model:
         return _Fixed(program.frozen(state.params), _scale(state))
     average = None
@@ -93,7 +96,7 @@ def _gradients(program: StepProgram, state: TrainState, batch: Batch) -> Gradien
         on_shards = task.rows == "separate" and isinstance(model.axes, FamilyTable)
         stack = _stack_run_once(model)
     plan = Accumulation(
-        count=program.microbatches,
+        count=program.settings.accumulation_steps,
         layout=layout,
         zero=zero,
         on_shards=on_shards,
@@ -130,7 +133,7 @@ def _loss(program: StepProgram) -> Callable[..., tuple[jax.Array, Any]]:
         trained: Params, fixed: _Fixed, model_state: ModelState, rows: Batch, key: jax.Array
     ) -> tuple[jax.Array, Any]:
         params = merge_leaves(trained, fixed.params)
-        (loss_sum, weight, metrics), model_state = _sums(program, fixed, params, model_state, rows, key)
+        (loss_sum, weight, metrics), model_state = _microbatch_sums(program, fixed, params, model_state, rows, key)
         weight = jax.lax.stop_gradient(weight)
         scaled = loss_sum / loss_divisor(weight, powers_of_two=program.powers_of_two) * fixed.scale
         return scaled, (loss_sum, weight, model_state, metrics)
@@ -138,7 +141,7 @@ def _loss(program: StepProgram) -> Callable[..., tuple[jax.Array, Any]]:
     return loss
 
 
-def _sums(
+def _microbatch_sums(
     program: StepProgram, fixed: _Fixed, params: Params, model_state: ModelState, rows: Batch, key: jax.Array
 ) -> tuple[TaskSums, ModelState]:
     """Return the sums of a microbatch in a step, and the model_state after it."""
@@ -216,7 +219,16 @@ def _pipeline_gradients(
     stages, params = _stages(pipeline, program.sharded_model, program.task, state.params, train=True)
     trained = program.trained(params)
     fixed = program.frozen(params)
-    return pipeline_gradients(pipeline, stages, trained, fixed, dict(batch), key, _scale(state))
+    return pipeline_gradients(
+        pipeline,
+        stages,
+        trained,
+        fixed,
+        dict(batch),
+        key,
+        _scale(state),
+        powers_of_two=program.powers_of_two,
+    )
 
 
 def evaluation_sums(

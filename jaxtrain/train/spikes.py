@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxtrain.config.schema import SpikeRule
 
-# Losses that hardly vary have a deviation near the rounding of float32, beside which nothing would be a spike or all.
-_SMALLEST_DEVIATION = 1e-3
+# The least deviation, as a share of the mean. That of losses that hardly vary is close to the rounding of float32, and
+# any step could be above it.
+_LEAST_DEVIATION = 1e-3
 
 
 @jax.tree_util.register_dataclass
@@ -16,8 +17,11 @@ _SMALLEST_DEVIATION = 1e-3
 class SpikeHistory:
     """What steps are compared with to find spikes.
 
-    Losses and gradient norms of the last accepted steps, float32 [window], step i of them at i % window; the numbers of
-    accepted steps and of spikes, int32 [].
+    Attributes:
+        losses: those of the last accepted steps, float32 [window]; accepted step i is at i % window.
+        grad_norms: their gradient norms, in the same form.
+        accepted: number of accepted steps, int32 [].
+        spikes: number of spikes, int32 [].
     """
 
     losses: jax.Array
@@ -25,20 +29,28 @@ class SpikeHistory:
     accepted: jax.Array
     spikes: jax.Array
 
-    def spiked(self, loss: jax.Array, grad_norm: jax.Array, rule: SpikeRule) -> jax.Array:
+    def is_spike(self, loss: jax.Array, grad_norm: jax.Array, rule: SpikeRule) -> jax.Array:
         """Return whether a finite step with these numbers (float32 []) is a spike: bool []."""
-        is_high = jnp.bool_(False)
+        is_above = jnp.bool_(False)
         if rule.watch != "grad_norm":
-            is_high |= self._is_above(loss, self.losses, rule)
+            is_above |= loss > self._limit(self.losses, rule)
         if rule.watch != "loss":
-            is_high |= self._is_above(grad_norm, self.grad_norms, rule)
-        return is_high & (self.accepted >= rule.window // 2)
+            is_above |= grad_norm > self._limit(self.grad_norms, rule)
+        has_enough_steps = self.accepted >= rule.window // 2
+        return is_above & has_enough_steps
 
-    def after(self, loss: jax.Array, grad_norm: jax.Array, *, accepted: jax.Array, spiked: jax.Array) -> "SpikeHistory":
+    def after(
+        self,
+        loss: jax.Array,
+        grad_norm: jax.Array,
+        *,
+        accepted: jax.Array,
+        spiked: jax.Array,
+    ) -> "SpikeHistory":
         """Return the history after a step, which was accepted, a spike, or neither (bool [])."""
         index = self.accepted % self.losses.size
-        loss = jnp.where(accepted, loss.astype(jnp.float32), self.losses[index])
-        grad_norm = jnp.where(accepted, grad_norm.astype(jnp.float32), self.grad_norms[index])
+        loss = jnp.where(accepted, loss, self.losses[index])
+        grad_norm = jnp.where(accepted, grad_norm, self.grad_norms[index])
         return SpikeHistory(
             losses=self.losses.at[index].set(loss),
             grad_norms=self.grad_norms.at[index].set(grad_norm),
@@ -46,7 +58,8 @@ class SpikeHistory:
             spikes=self.spikes + spiked.astype(jnp.int32),
         )
 
-    def _is_above(self, value: jax.Array, values: jax.Array, rule: SpikeRule) -> jax.Array:
+    def _limit(self, values: jax.Array, rule: SpikeRule) -> jax.Array:
+        """Return the mean of the accepted values plus `rule.sigmas` of their deviations: float32 []."""
         is_filled = jnp.arange(values.size) < self.accepted
         count = jnp.clip(self.accepted, 2, values.size)
         count = count.astype(jnp.float32)
@@ -54,10 +67,9 @@ class SpikeHistory:
         # The mean is subtracted first: the difference of two large sums of squares would be rounding.
         squares = jnp.square(values - mean)
         variance = jnp.sum(squares, where=is_filled) / (count - 1)
-        smallest = _SMALLEST_DEVIATION * jnp.abs(mean)
-        deviation = jnp.maximum(jnp.sqrt(variance), smallest)
-        value = value.astype(jnp.float32)
-        return value > mean + rule.sigmas * deviation
+        least = _LEAST_DEVIATION * jnp.abs(mean)
+        deviation = jnp.maximum(jnp.sqrt(variance), least)
+        return mean + rule.sigmas * deviation
 
 
 def first_history(rule: SpikeRule) -> SpikeHistory:

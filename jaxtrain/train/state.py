@@ -121,19 +121,17 @@ class StepProgram:
         return self.sharded_model.layout
 
     @property
-    def microbatches(self) -> int:
-        """Microbatches over which gradients are accumulated where there is no pipeline."""
-        return self.settings.accumulation_steps
-
-    @property
-    def divided_by(self) -> dict[str, int]:
-        """The number of microbatches by which rows divide, under the name of the setting that gives it."""
+    def microbatches(self) -> dict[str, int]:
+        """The number of microbatches of a batch, under the name of the setting that gives it."""
         schedule = None if self.pipeline is None else self.pipeline.schedule
-        return microbatches_by_name(schedule, self.microbatches)
+        return microbatches_by_name(schedule, self.settings.accumulation_steps)
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether losses are differentiated over a power of two, see `parallel/microbatches.py`."""
+        """Whether loss sums are divided by a power of two before they are differentiated: where layers compute in fp8.
+
+        See `parallel/microbatches.py`.
+        """
         return self.sharded_model.policy.linear_format is not None
 
     def trained(self, params: Params) -> Params:

@@ -1,40 +1,30 @@
 """The train step: one pure function over a sharded state, compiled once and used by trainer, planner and tests."""
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.config.schema import Parallelism, SpikeRule
 from jaxtrain.errors import ConfigError
-from jaxtrain.layout.rules import stage_over_data
 from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.model import Model, ModelState, Params
-from jaxtrain.models.sharded import place_model, trained_paths, with_sharding
-from jaxtrain.models.task import Batch, Task
-from jaxtrain.models.tasks import named_task
-from jaxtrain.optim.wrappers import balance_experts
+from jaxtrain.models.sharded import with_sharding
+from jaxtrain.models.task import Batch
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.precision.policy import LossScaling, Policy, check_sums, get_policy
-from jaxtrain.runtime.compiler import CompilerOptions, Value, choose_options, record_choices
+from jaxtrain.precision.policy import Policy
+from jaxtrain.runtime.compiler import CompilerOptions, record_choices
 from jaxtrain.runtime.host import give_back_free_memory
 from jaxtrain.runtime.tree import first_deleted
 from jaxtrain.train.batch import BatchFeed, BatchSource
 from jaxtrain.train.first_state import FirstState, Weights, place_tree
-from jaxtrain.train.options import make_layout, make_pipeline, mesh_for
 from jaxtrain.train.program import take_step
 from jaxtrain.train.state import (
     StepProgram,
-    StepSettings,
     TrainState,
-    check_parts,
     create_state,
     random_key,
     state_on_host,
@@ -78,7 +68,7 @@ class TrainStep:
         self.task = program.task
         self.optimizer = program.optimizer
         self.pipeline = program.pipeline
-        self.feed = BatchFeed(self.sharded_model, self.task, program.divided_by)
+        self.feed = BatchFeed(self.sharded_model, self.task, program.microbatches)
         self.compiler_options = compiler_options
 
         def create(key: jax.Array, *, params: Any = None, model_state: Any = None) -> TrainState:
@@ -91,7 +81,7 @@ class TrainStep:
         self.abstract_state: TrainState = jax.tree.map(with_sharding, shapes, self.state_shardings)
         self.choices: tuple[str, ...] = ()
         self.last_state: Callable[[], TrainState | None] = lambda: None  # weak: a step keeps no state alive
-        self._first_state = FirstState(create, self.abstract_state, self.state_shardings)
+        self._first_state = FirstState(create, self.drawn, self.abstract_state)
         self._jitted = self._make_jitted()
         self._compiled: jax.stages.Compiled | None = None
         # Emulated devices share a small thread pool: with several steps in flight, devices of a later step can hold
@@ -191,13 +181,7 @@ class TrainStep:
 
     def trace(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
         """Trace as `lower` does, which it begins: the equations of the step, in `jaxpr`."""
-
-        def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            # In the dtype that a host array gets on a device: int32 for NumPy's int64.
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-        specs = jax.tree.map(abstract, dict(batch), self.batch_shardings(batch))
+        specs = jax.tree.map(with_sharding, dict(batch), self.batch_shardings(batch))
         # A function of its own, so that it is traced, and choices are reported, whatever was traced before.
         return self._make_jitted().trace(self.abstract_state, specs)
 
@@ -240,7 +224,8 @@ class TrainStep:
             ConfigError: a state that was given to an earlier step, or a batch that does not divide.
             TypeError: another shape than the step was compiled for.
         """
-        state, batch = self._accept(state, batch)
+        state = self._accept(state)
+        batch = self.feed.accept(batch)
         if self._compiled is None and self.pipeline is not None:
             self.compile(batch)  # checked, as a program compiled on the way would not be
         if self._compiled is not None:
@@ -258,17 +243,14 @@ class TrainStep:
         self.last_state = weakref.ref(new_state)
         return new_state, self._last_metrics
 
-    def _accept(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """State and batch on the mesh, once no other step is in flight that must not be."""
+    def _accept(self, state: TrainState) -> TrainState:
+        """Return a state on the mesh, once no other step is in flight that must not be."""
         if state is not self.last_state():
             check_not_donated(state)
             state = _place_state(state, self.abstract_state)
-        self.feed.check(batch)
-        if not self.feed.is_placed(batch):
-            batch = self.place(batch)
         if self._one_at_a_time:
             jax.block_until_ready(self._last_metrics)
-        return state, batch
+        return state
 
     def _make_jitted(self) -> Any:
         program = self.program
@@ -279,101 +261,6 @@ class TrainStep:
         shardings = (self.state_shardings, NamedSharding(self.mesh, PartitionSpec()))
         options = dict(self.compiler_options.used) or None
         return jax.jit(_step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
-
-
-def make_train_step(
-    model: Model,
-    task: Task | str,
-    optimizer: optax.GradientTransformation,
-    *,
-    mesh: Mesh | None = None,
-    policy: str | Policy = "fp32",
-    accumulation_steps: int = 1,
-    clip_norm: float | None = None,
-    ema_decay: float | None = None,
-    trainable: Callable[[str], bool] | None = None,
-    learning_rate: optax.Schedule | float | None = None,
-    loss_scaling: LossScaling | None = None,
-    rules: Mapping[str, tuple[str, ...]] | None = None,
-    parallelism: Parallelism | None = None,
-    compiler_options: Mapping[str, Value] | None = None,
-    offload_optimizer: bool = False,
-    spikes: SpikeRule | None = None,
-) -> TrainStep:
-    """Make a train step for any model, task and optimizer, on any mesh.
-
-    Args:
-        model: from `from_nnx`, `from_linen`, `from_stages`, `from_functions`, or a shipped one.
-        task: what outputs are compared with; or its name: "classification", "mae".
-        optimizer: any optax transformation, already made with its learning rate.
-        mesh: from `make_mesh`; None: of the degrees of `parallelism`, by default all devices on the `data` axis.
-        policy: number formats: fp32, tf32, bf16, bf16_pure, fp16 or fp8.
-        accumulation_steps: microbatches per step; results equal those of one large batch, but for batch statistics.
-        clip_norm: largest global norm of the gradient; None: no clipping.
-        ema_decay: keep a moving average of parameters and model_state, which evaluation uses; its decay after t updates
-            is min(ema_decay, (1 + t) / (10 + t)).
-        trainable: parameter path -> whether it is trained; None: all are, or of an adapted model its adapters.
-        learning_rate: the rate of the optimizer that the metrics show, a number or a schedule; None: they show none.
-        loss_scaling: how the fp16 loss scale moves.
-        rules: logical axes -> mesh axes, in place of those of `DEFAULT_RULES` or added to them.
-        parallelism: ZeRO stage, pipeline schedule, kind of context attention; None: the defaults.
-        compiler_options: options for XLA; each replaces the one of `jaxtrain/runtime/compiler.py`.
-        offload_optimizer: keep the arrays of the optimizer state in the host's memory between steps.
-        spikes: when a finite step leaves the state as it was, as one that is not finite does; None: never.
-
-    Raises:
-        ConfigError: sizes that the mesh does not divide, too many replicated bytes, or a setting without effect.
-
-    Example:
-        >>> step = jt.make_train_step(model, jt.classification(), optax.adamw(1e-3), clip_norm=1.0)
-        >>> state = step.init(0)
-        >>> state, metrics = step(state, {"inputs": np.ones((8, 4), np.float32), "targets": np.arange(8) % 3})
-    """
-    task = named_task(task)
-    check_parts(model=model, task=task, optimizer=optimizer)
-    if model.score_bias_step is not None:
-        optimizer = balance_experts(optimizer, model.score_bias_step)
-    if trainable is None and model.adapted is not None and model.adapted.lora is not None:
-        trainable = model.adapted.trains
-    parallelism = parallelism or Parallelism()
-    mesh = mesh_for(parallelism, mesh)
-    device = mesh.devices.flat[0]
-    policy = get_policy(policy)
-    if clip_norm == math.inf:
-        clip_norm = None
-    if learning_rate is not None and not callable(learning_rate):
-        learning_rate = optax.constant_schedule(learning_rate)
-    settings = StepSettings(
-        accumulation_steps=accumulation_steps,
-        clip_norm=clip_norm,
-        ema_decay=ema_decay,
-        trainable=trainable,
-        learning_rate=learning_rate,
-        loss_scaling=loss_scaling or LossScaling(),
-        zero=stage_over_data(parallelism.zero),
-        offload_optimizer=offload_optimizer,
-        spikes=spikes,
-        sliced_norm=mesh.size == 1 and device.platform == "cpu",
-    )
-    settings.check(task)
-    layout = make_layout(model, task, mesh, parallelism, rules)
-    check_sums(policy, mesh, backward=True)
-    pipeline = make_pipeline(model, layout, parallelism, accumulation_steps)
-    options = choose_options(device, mesh.size, compiler_options, updates=mesh.size == 1 or model.convolutional)
-    sharded_model = place_model(
-        model,
-        layout,
-        policy,
-        trainable=trainable,
-        max_replicated_fraction=parallelism.max_replicated_fraction,
-    )
-    if trainable is not None and not trained_paths(sharded_model.abstract_params, trainable):
-        raise ConfigError(f"trainable selects no parameter of {model.name}; leave one to train")
-    program = StepProgram(sharded_model, task, optimizer, settings, pipeline)
-    if pipeline is not None:
-        pipeline = replace(pipeline, layout=program.layout, powers_of_two=program.powers_of_two)
-        program = replace(program, pipeline=pipeline)
-    return TrainStep(program, options)
 
 
 def check_not_donated(state: Any) -> None:

@@ -28,7 +28,7 @@ STEP_METRICS = (
     "learning_rate",
     "loss_scale",
 )
-# Arrays of fewer elements are summed in microseconds.
+# Squares of a large array are added in slices, see `gradient_norm`; a smaller one is summed in microseconds.
 _LARGE = 2**16
 _SLICES = 16
 
@@ -48,6 +48,7 @@ def update_state(program: StepProgram, state: TrainState, gradients: Gradients) 
     loss = gradients.loss_sum / divisor(gradients.weight)
     verdict = _judge(settings, state, gradients, loss, grad_norm)
 
+    # It takes all arrays as arguments, because `update_on_host` traces it once for each piece of the optimizer state.
     def advance(gradients: Any, optimizer_state: Any, trained: Any, scalars: Any) -> tuple[Any, Any]:
         accepted, scale, clip_factor, loss = scalars
         updates = _unscaled(gradients, scale)
@@ -95,50 +96,51 @@ def update_state(program: StepProgram, state: TrainState, gradients: Gradients) 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What a step is judged to be, bool [] each.
+    """How a step is judged, bool [] each.
 
     Attributes:
-        finite: its loss and gradients are.
-        weighs: its batch says anything at all.
-        spiked: it is a spike; None: nobody asks.
-        accepted: it changes the state: it is finite, weighs something, and is not a spike.
-        history: what the next steps are compared with; None: they are not.
+        finite: whether its loss and gradients are finite.
+        nonempty: whether its batch has a weight, a loss or a gradient.
+        accepted: whether it changes the state: it is finite, not empty, and not a spike.
+        spiked: whether it is a spike; None: spikes are not looked for.
+        history: what the next steps are compared with; None: spikes are not looked for.
     """
 
     finite: jax.Array
-    weighs: jax.Array
+    nonempty: jax.Array
     accepted: jax.Array
     spiked: jax.Array | None = None
     history: SpikeHistory | None = None
 
     @property
-    def says_something(self) -> jax.Array:
-        """Gradients that are 0 for want of a weight say nothing about divergence, or about the loss scale."""
-        return self.weighs | ~self.finite
+    def counts(self) -> jax.Array:
+        """Whether the step tells of divergence and of the loss scale: gradients of 0 for want of a weight do not."""
+        return self.nonempty | ~self.finite
 
 
 def _judge(
     settings: StepSettings, state: TrainState, gradients: Gradients, loss: jax.Array, grad_norm: jax.Array
 ) -> _Verdict:
+    """Judge a step by its mean loss and the norm of its gradients (float32 [])."""
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     # A batch without any weight says nothing: momentum and decay would move parameters by it, and its sum of 0 would be
     # the best loss ever to an optimizer that reads one. Weights of both signs may sum to 0 too, and say something.
     has_weight = gradients.weight != 0
-    weighs = has_weight | (gradients.loss_sum != 0) | (grad_norm != 0)
-    accepted = finite & weighs
+    nonempty = has_weight | (gradients.loss_sum != 0) | (grad_norm != 0)
+    accepted = finite & nonempty
     if settings.spikes is None or state.spikes is None:
-        return _Verdict(finite, weighs, accepted)
+        return _Verdict(finite, nonempty, accepted)
     # A loss that is not divided by a weight cannot be compared with others.
-    spiked = accepted & has_weight & state.spikes.spiked(loss, grad_norm, settings.spikes)
+    spiked = accepted & has_weight & state.spikes.is_spike(loss, grad_norm, settings.spikes)
     accepted = accepted & ~spiked
     history = state.spikes.after(loss, grad_norm, accepted=accepted & has_weight, spiked=spiked)
-    return _Verdict(finite, weighs, accepted, spiked, history)
+    return _Verdict(finite, nonempty, accepted, spiked, history)
 
 
 def _next_loss_scale(settings: StepSettings, loss_scale: LossScale | None, verdict: _Verdict) -> LossScale | None:
     if loss_scale is None:
         return None
-    return _keep(loss_scale.move(verdict.finite, settings.loss_scaling), loss_scale, verdict.says_something)
+    return _keep(loss_scale.move(verdict.finite, settings.loss_scaling), loss_scale, verdict.counts)
 
 
 def _count_skipped(settings: StepSettings, state: TrainState, verdict: _Verdict) -> SkippedSteps:
@@ -148,11 +150,11 @@ def _count_skipped(settings: StepSettings, state: TrainState, verdict: _Verdict)
         is_bad = state.loss_scale.scale <= settings.loss_scaling.minimum
     if verdict.spiked is not None:
         is_bad = is_bad | verdict.spiked
-    return state.skipped.count(verdict.accepted, is_bad=is_bad & verdict.says_something)
+    return state.skipped.count(verdict.accepted, is_bad=is_bad & verdict.counts)
 
 
 def _keep(new: Any, old: Any, accepted: jax.Array) -> Any:
-    """Return the new leaves where a step is accepted, in the dtypes of the old ones, whatever an optimizer gives."""
+    """Return the new leaves if the step is accepted, else the old ones; in the dtypes of the old ones."""
     # A select, not a product with zero: NaN times zero is NaN.
     return jax.tree.map(lambda n, o: jnp.where(accepted, n.astype(o.dtype), o), new, old)
 
@@ -166,8 +168,8 @@ def _averages(
         return averages
     decay = settings.average_decay(state.step - state.skipped.total)
     values = (trained, floating_leaves(model_state))
-    moved = jax.tree.map(lambda e, x: decay * e + (1 - decay) * x.astype(e.dtype), averages, values)
-    return _keep(moved, averages, accepted)
+    new_averages = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x.astype(a.dtype), averages, values)
+    return _keep(new_averages, averages, accepted)
 
 
 def _metrics(

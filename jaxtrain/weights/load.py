@@ -85,6 +85,7 @@ def _load(
     model_state: Source | None = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Weights:
+    """Read what a target takes of a source: arrays, a published model, or a run."""
     path = None
     if isinstance(source, str | os.PathLike):
         path = os.fspath(published_place(source, what="load_weights"))
@@ -105,6 +106,7 @@ def _load(
 
 
 def _tree_source(name: str, tree: Any) -> Source:
+    """Return the arrays of a tree that the user gives."""
     leaves = {path: leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for path, leaf in paths_of(tree).items()}
 
     def read(abstract: Abstract) -> Mapping[str, Any]:
@@ -117,21 +119,23 @@ def _published_sources(path: str, model: ShardedModel, adapter: str | os.PathLik
     """Return the parameters and the model_state of a published folder or GGUF file."""
     published = open_published(path)
     settings = settings_in(path, published.settings)
-    known = original_params(model)
-    if "output" in known and settings.get("tie_embeddings"):
+    abstract = original_params(model)
+    if "output" in abstract and settings.get("tie_embeddings"):
         settings["tie_embeddings"] = False  # of a file that holds an output layer although its config.json ties it
     if "vocab_size" in settings:
         settings["vocab_size"] = max(settings["vocab_size"], model.model.vocab_size or 0)
     places = find_places(published, settings)
-    params = _published_source(published, places.params, known)
+    params = _published_source(published, places.params, abstract)
     if adapter is not None:
         params = _with_adapter(params, adapter, published.family.tensors(settings), model)
     return params, _published_source(published, places.model_state, paths_of(model.abstract_model_state))
 
 
-def _published_source(published: PublishedModel, places: Mapping[str, Place], known: Mapping[str, Any]) -> Source:
-    def read(abstract: Abstract) -> Mapping[str, jax.Array]:
-        return read_places(published, places, abstract)
+def _published_source(published: PublishedModel, places: Mapping[str, Place], abstract: Abstract) -> Source:
+    """Return the arrays of a published model that have places, for a model that stores its own as `abstract` says."""
+
+    def read(requested: Abstract) -> Mapping[str, jax.Array]:
+        return read_places(published, places, requested)
 
     def read_quantized(path: str, parts: Abstract, dims: tuple[int, int]) -> Mapping[str, jax.Array]:
         return read_kernel(published, places[path], parts, dims)
@@ -139,7 +143,7 @@ def _published_source(published: PublishedModel, places: Mapping[str, Place], kn
     leaves = {}
     for path, place in places.items():
         # Floats are cast to what the model stores while they are read, one slice at a time.
-        dtype = known[path].dtype if path in known else place.dtype
+        dtype = abstract[path].dtype if path in abstract else place.dtype
         leaves[path] = jax.ShapeDtypeStruct(place.shape, dtype)
     return Source(f"the model in {published.path}", leaves, read, read_quantized)
 
@@ -213,18 +217,18 @@ def _saved_sources(
     checkpointer: Checkpointer, step: int, model: ShardedModel, *, path: str, moved_to: str | None
 ) -> tuple[Source, Source]:
     """Return the parameters and the model_state that a checkpoint holds or names."""
-    known = {**original_params(model), **paths_of(model.abstract_params)}
-    params = _saved_source("params", path, checkpointer, step, known)
+    paths = {**original_params(model), **paths_of(model.abstract_params)}
+    params = _saved_source("params", path, checkpointer, step, paths)
     base = base_of(checkpointer.metadata(step))
     if base is not None:
         params = _with_base(params, base, model, run_dir=path, moved_to=moved_to)
     return params, _saved_source("model_state", path, checkpointer, step, paths_of(model.abstract_model_state))
 
 
-def _saved_source(part: str, path: str, checkpointer: Checkpointer, step: int, known: Collection[str]) -> Source:
-    """Return one part of a saved state by the paths that the model (`known`) has for it, which may hold dots."""
+def _saved_source(part: str, path: str, checkpointer: Checkpointer, step: int, paths: Collection[str]) -> Source:
+    """Return one part of a saved state by the paths that the model has for it, which may hold dots."""
     saved = checkpointer.info(step).leaves
-    model_paths = {stored_name(inner): inner for inner in known}
+    model_paths = {stored_name(inner): inner for inner in paths}
     names: dict[str, str] = {}  # path in the model -> stored name
     for prefix in (f"{part}.", f"{_AVERAGES[part]}."):
         for name in saved:

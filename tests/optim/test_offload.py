@@ -24,7 +24,8 @@ from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.optim.rules import num_slices, updates_elementwise
 from jaxtrain.optim.wrappers import elementwise
 from jaxtrain.runtime.compiler import record_choices
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.build import make_train_step
+from jaxtrain.train.step import TrainStep
 
 RNG = np.random.default_rng(0)
 BATCH = {"inputs": RNG.normal(size=(8, 64)).astype(np.float32), "targets": np.arange(8, dtype=np.int32)}

@@ -24,7 +24,8 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.task import Task
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.build import make_train_step
+from jaxtrain.train.step import TrainStep
 
 STEPS = 6
 

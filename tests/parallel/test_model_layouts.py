@@ -21,7 +21,8 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import TASKS
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.build import make_train_step
+from jaxtrain.train.step import TrainStep
 
 STEPS, ROWS, LENGTH, OUTPUT, VOCABULARY, CLASSES = 4, 8, 32, 16, 48, 4
 MASKED = 1  # the id that stands for a masked token

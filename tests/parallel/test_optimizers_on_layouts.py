@@ -17,7 +17,7 @@ from jaxtrain.layout.sharding import optimizer_shardings, parameter_shardings, p
 from jaxtrain.models.tasks import language_modeling
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.parallel.programs import collectives
-from jaxtrain.train.options import make_layout
+from jaxtrain.train.build import make_layout
 
 MODEL = CASES["experts"].model("none")
 # AdamW in float32 is what every other test of layouts runs; Lion's momentum in float32 is half of that.

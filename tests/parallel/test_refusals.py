@@ -17,7 +17,7 @@ from jaxtrain.layout.sharding import Layout
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.parallel.stage import check_branches
-from jaxtrain.train.step import make_train_step
+from jaxtrain.train.build import make_train_step
 
 CHUNKED = dict(schedule="interleaved_1f1b")
 SIX = dict(num_experts=6, experts_per_token=2)

@@ -98,7 +98,7 @@ def compile_row(name: str) -> dict[str, Any]:
     from jaxtrain.plan.topology import compile_for, topology_devices
     from jaxtrain.runtime import distributed
     from jaxtrain.runtime.compiler import record_choices
-    from jaxtrain.train.step import make_train_step
+    from jaxtrain.train.build import make_train_step
 
     distributed.start(emulate=1)
     target, degrees, keys, options, _ = {**ROWS, **ACTIVATIONS}[name]

@@ -21,7 +21,8 @@ from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
 from jaxtrain.models.wrap import from_functions
 from jaxtrain.precision.kernels import QuantizedKernel
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.build import make_train_step
+from jaxtrain.train.step import TrainStep
 
 STEPS, ROWS, LENGTH = 50, 8, 32
 SIZES = ["model.num_layers=2", "model.embed_dim=64", "model.num_heads=2", "model.mlp_dim=128"]

@@ -16,7 +16,7 @@ from jaxtrain.metrics.evaluation import Evaluator
 from jaxtrain.models.model import Model
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import classification, regression
-from jaxtrain.train.step import make_train_step
+from jaxtrain.train.build import make_train_step
 
 CENTERS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 

@@ -21,8 +21,9 @@ from jaxtrain.models.tasks import classification, language_modeling
 from jaxtrain.models.wrap import from_functions, from_linen
 from jaxtrain.optim.optimizers import build_optimizer
 from jaxtrain.precision.policy import LossScaling
+from jaxtrain.train.build import make_train_step
 from jaxtrain.train.program import take_step
-from jaxtrain.train.step import TrainStep, make_train_step
+from jaxtrain.train.step import TrainStep
 
 RNG = np.random.default_rng(0)
 CENTERS = RNG.normal(size=(4, 8)).astype(np.float32)
