@@ -53,12 +53,15 @@ def assemble(spec: RunSpec, data: Data) -> Run:
     config = with_counted_steps(spec.config, data)
     batches = training_batches(config, data)
     shapes = batches.spec()
-    described = config
+    model_config = config
     if spec.model is None:
         _check_fit(config, data, shapes.get("targets"), has_own_task=spec.task is not None)
-        described = with_output_scale(config, data.reading, task=config.task if spec.task is None else spec.task.name)
+        # With the scale of the targets as that of the outputs.
+        model_config = with_output_scale(
+            config, data.reading, task=config.task if spec.task is None else spec.task.name
+        )
     step = build_step(
-        described,
+        model_config,
         input_shape=data.input_shape,
         vocab_size=data.vocab_size,
         num_outputs=data.num_outputs,
@@ -69,7 +72,7 @@ def assemble(spec: RunSpec, data: Data) -> Run:
         trainable=spec.trainable,
         rules=spec.rules,
         mesh=spec.mesh,
-        drawn=spec.skip,
+        skip=spec.skip,
     )
     step.batch_shardings(shapes)  # a batch that does not divide fails here, before anything is traced
     return Run(spec, config, data, batches, step, count_parameters(step.model))

@@ -159,7 +159,7 @@ class Watch:
             self._evaluations = recorded_values(run_dir, self._rule.metric, last=start)
             self._decide(self._rule)
 
-    def sees(self, number: int) -> bool:
+    def has_callback_at(self, number: int) -> bool:
         """Return whether a callback wants to see this step; all want to see the last one."""
         return bool(self._due(number))
 
@@ -171,13 +171,13 @@ class Watch:
                 due.append(callback.on_step)
         return due
 
-    def stepped(self, number: int, metrics: Mapping[str, Any], state: TrainState) -> None:
+    def after_step(self, number: int, metrics: Mapping[str, Any], state: TrainState) -> None:
         """Call `on_step` of the callbacks that want to see this step."""
         functions = self._due(number)
         if functions:
             self._call(functions, number, flat_scalars(jax.device_get(dict(metrics))), state)
 
-    def evaluated(self, number: int, metrics: Mapping[str, float | int | None], state: TrainState) -> None:
+    def after_evaluation(self, number: int, metrics: Mapping[str, float | int | None], state: TrainState) -> None:
         """Follow the metric of early stopping, and call `on_evaluation`.
 
         Raises:

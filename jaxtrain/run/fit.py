@@ -131,12 +131,12 @@ def fit(
         settings["train"]["epochs"] = epochs
     if batch_size is not None:
         settings["train"]["global_batch_size"] = batch_size
-    is_of_config = isinstance(task, str) and task in TASKS
+    is_named = isinstance(task, str) and task in TASKS
     task = named_task(task)
     check_parts(model=model, task=task, optimizer=optimizer)
-    shipped = "regression" if task.name in ERRORS else task.name
-    if shipped in TASKS:
-        settings["task"] = shipped
+    config_task = "regression" if task.name in ERRORS else task.name
+    if config_task in TASKS:
+        settings["task"] = config_task
     if parallelism is not None:
         settings["parallel"] = parallelism.model_dump(exclude_unset=True)
     if mesh is not None:
@@ -168,7 +168,7 @@ def fit(
         resume,
         model=model,
         # A task that the config names is the config's: whoever opens the run need not give it again.
-        task=None if is_of_config else task,
+        task=None if is_named else task,
         data=opened,
         optimizer=optimizer,
         mesh=mesh,

@@ -42,7 +42,7 @@ class RunRecord:
         if not is_main_process():
             return
         check_trackers(config.logging)
-        info = _described(run, metadata)
+        info = _start_info(run, metadata)
         info["published"] = keep_published(
             self._run_dir, config.model, adapter=config.finetune.adapter, is_resumed=start > 0
         )
@@ -148,7 +148,7 @@ class RunRecord:
                 phase.note(f"not written: {error}")
 
 
-def _described(run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _start_info(run: Run, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of run.json at the start of a run."""
     data = run.data
     step = run.step

@@ -226,7 +226,7 @@ class Trainer:
                 self.state = jax.block_until_ready(created.result())
                 base = describe_start(run, self.state, start)
         self.step = 0
-        self._watch()
+        self._begin_watching()
         # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
         if is_main_process():
             begin_folder(self.checkpointer.directory, run.config.checkpoint, self.spec.run_dir, self.progress.message)
@@ -252,7 +252,7 @@ class Trainer:
         with self.progress.phase("restoring checkpoint"), self.spent.measure("creating state"):
             self.state, base = resumed_state(self.run, self.checkpointer)
         self.step = int(self.state.step)
-        self._watch()
+        self._begin_watching()
         if self._has_ended():
             self.evaluation.take_logged(self.step)
             how = "stopped early at"
@@ -268,7 +268,7 @@ class Trainer:
                 compile_step(self.run, traced, self.progress)
         return base
 
-    def _watch(self) -> None:
+    def _begin_watching(self) -> None:
         """Follow the steps after the one that the state is of."""
         self.interrupt.check()
         spec = self.spec
@@ -288,8 +288,6 @@ class Trainer:
             self._evaluate_late()
             if not self._has_ended():
                 self._train_steps()
-            if not self._has_ended():
-                self._stop()
             self._evaluate()
             self._save()
             sample = self._sample()
@@ -380,7 +378,7 @@ class Trainer:
                     break
                 wants_save = self.saves.is_due(number)
                 evaluates = is_due(number, run.config.evaluation.every)
-                if wants_save or evaluates or self.watch.sees(number):
+                if wants_save or evaluates or self.watch.has_callback_at(number):
                     finish_step()
                     self._call_back(metrics)
                     if evaluates:
@@ -396,12 +394,14 @@ class Trainer:
         if self.watch.status is None:
             self._call_back(metrics)  # of the last step
         self.steps.end()  # before the evaluation of that step
+        if not self._has_ended():
+            self._stop()
 
     def _call_back(self, metrics: Metrics) -> None:
         """Call the callbacks that want to see the step that is done; where one fails, the state is saved first."""
         try:
             with self.activity.during("callback"):
-                self.watch.stepped(self.step, metrics, self.state)
+                self.watch.after_step(self.step, metrics, self.state)
         except Exception:
             self._save_on_failure()
             raise
@@ -421,7 +421,7 @@ class Trainer:
             self.record.scalars(self.step, metrics)
             self.progress.message(f"step {self.step}: {'  '.join(shown_metrics(metrics))}")
             with self.activity.during("callback"):
-                self.watch.evaluated(self.step, metrics, self.state)
+                self.watch.after_evaluation(self.step, metrics, self.state)
         except StoppedWaiting:
             self._stop()
         except Exception:  # held-out rows that cannot be read, or do not fit; a callback

@@ -59,7 +59,7 @@ def build_step(
     rules: Mapping[str, tuple[str, ...]] | None = None,
     mesh: Mesh | None = None,
     devices: Sequence[Any] | None = None,
-    drawn: Sequence[str] = (),
+    skip: Sequence[str] = (),
 ) -> TrainStep:
     """Make the train step that a config describes; sizes that the config leaves out come from the data.
 
@@ -72,7 +72,7 @@ def build_step(
         trainable: parameter path -> whether it is trained; None: as the config says.
         rules: logical axes -> mesh axes, added to the default rules.
         devices: devices to use, real or compile-only; None: all.
-        drawn: patterns of parameters that the run draws although it starts from given ones (`skip` of `fit`); they are
+        skip: patterns of parameters that the run draws although it starts from given ones (as in `fit`); they are
             trained beside adapters.
 
     Raises:
@@ -86,7 +86,7 @@ def build_step(
     if mesh is None:
         mesh = make_mesh(**config_degrees(config.parallel), devices=devices)
     model = _configured_model(
-        config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model, drawn=drawn
+        config, input_shape=input_shape, vocab_size=vocab_size, num_outputs=num_outputs, model=model, skip=skip
     )
     if optimizer is None:
         optimizer, learning_rate = _configured_optimizer(config, model)
@@ -373,7 +373,7 @@ def _configured_model(
     vocab_size: int | None,
     num_outputs: int | None,
     model: Model | None,
-    drawn: Sequence[str] = (),
+    skip: Sequence[str] = (),
 ) -> Model:
     """Return the model of a config, or your own one in its place, with the adapters of the config."""
     is_shipped = model is None and not isinstance(config.model, CalledModel)
@@ -392,13 +392,13 @@ def _configured_model(
             f"remat.policy={remat.policy} does not apply to a model from Python; build {model.name} with "
             "from_stages(remat=...), build_model(remat=...) or jax.checkpoint (nnx.remat, nn.remat) inside it"
         )
-    return _with_adapters(config, model, drawn)
+    return _with_adapters(config, model, skip)
 
 
-def _with_adapters(config: Config, model: Model, drawn: Sequence[str]) -> Model:
+def _with_adapters(config: Config, model: Model, skip: Sequence[str]) -> Model:
     """Return the model with the adapters of a config, and its frozen kernels in the format of the config.
 
-    Parameters that match `drawn` are drawn although others are given: they are trained too.
+    Parameters that match `skip` are drawn although others are given: they are trained too.
     """
     settings = config.finetune
     if settings.lora is None:
@@ -412,7 +412,7 @@ def _with_adapters(config: Config, model: Model, drawn: Sequence[str]) -> Model:
     # What is drawn may be model_state, which is not trained.
     fresh = [
         pattern
-        for pattern in (*fresh_parts(config.model), *drawn)
+        for pattern in (*fresh_parts(config.model), *skip)
         if any(fnmatch.fnmatchcase(path, pattern) for path in paths)
     ]
     lora = settings.lora.model_copy(update={"train_also": (*settings.lora.train_also, *fresh)})
