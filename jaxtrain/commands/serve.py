@@ -3,10 +3,11 @@
 import argparse
 import importlib.util
 import time
+from pathlib import Path
 
 from jaxtrain.commands.shared import print_text
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.open import open_served
+from jaxtrain.inference.open import open_model
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 
@@ -26,21 +27,25 @@ def run(arguments: argparse.Namespace) -> int:
     with bind(arguments.host, arguments.port, has_key=key is not None) as socket:
         began = time.monotonic()
         distributed.start(emulate=arguments.emulate)
-        served = open_served(
+        opened = open_model(
             arguments.path,
             adapter=arguments.adapter,
             quantize=arguments.quantize,
             step=arguments.step,
             overrides=arguments.overrides,
-            name=arguments.name,
         )
         service = start_service(
-            served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
+            opened,
+            arguments.name or Path(arguments.path.partition("@")[0]).resolve().name.removesuffix(".gguf"),
+            slots=arguments.slots,
+            length=arguments.length,
+            queue=arguments.queue,
+            api_key=key,
         )
         address = address_of(socket)
         slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
-        print_remark(repr(served.sharded_model))
-        print_remark(f"model {served.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
+        print_remark(repr(opened.sharded_model))
+        print_remark(f"model {service.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
         print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
         try:
             serve_app(

@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxtrain.data import Tokenizer
+from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.chat.templates import ChatFormat
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
 from jaxtrain.inference.decoding import Writing, generation_pieces
-from jaxtrain.inference.prompts import decoder_of, encode_prompts, encode_questions, room_for_new_tokens, special_tokens
+from jaxtrain.inference.prompts import (
+    PromptReader,
+    SpecialTokens,
+    decoder_of,
+    encode_prompts,
+    room_for_new_tokens,
+    special_tokens,
+)
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
@@ -149,7 +158,11 @@ def write_texts(
             sharded_model.model, tokenizer, texts, add_special_tokens=writing.add_special_tokens
         )
     else:
-        encoded, ends = encode_questions(tokenizer, chat, texts)
+        assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
+        reader = PromptReader(tokenizer, chat, SpecialTokens())
+        questions = [Conversation("the question", ({"role": "user", "content": text},)) for text in texts]
+        encoded = [np.array(reader.of_chat(question), np.int32) for question in questions]
+        ends = reader.stop_tokens
     new_tokens = writing.new_tokens
     if new_tokens is None or chat is not None:
         room = room_for_new_tokens(decoder, max(map(len, encoded)))

@@ -1,7 +1,6 @@
 """A trained model as lm-eval-harness asks it; needs the package lm-eval (the extra `harness`)."""
 
 import dataclasses
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs  # pyright: igno
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
 from jaxtrain.data.chat.conversation import Conversation, read_messages
-from jaxtrain.data.chat.templates import ChatEncoder, compile_template, render
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.decoding import Writing, generation_pieces
 from jaxtrain.inference.generate import TextStream
 from jaxtrain.inference.likelihood import Continuation, LikelihoodScorer
 from jaxtrain.inference.opened import OpenedModel
-from jaxtrain.inference.prompts import text_ends, tokens_before
+from jaxtrain.inference.prompts import PromptReader, tokens_before
 from jaxtrain.inference.sampling import Sampling
 
 # Answers that are generated at a time on one device.
@@ -62,11 +60,8 @@ class HarnessModel(TemplateLM):
         self._leading: list[int] = []
         if opened.special.added:
             self._leading = list(tokens_before(self._tokenizer))
-        self._chat = opened.chat if chat else None
-        self._stop_tokens = text_ends(self._tokenizer, opened.special, self._chat)
-        if self._chat is not None:
-            self._chat_encoder = ChatEncoder(self._tokenizer)
-            self._template = compile_template(self._chat, today=datetime.date.today())
+        self._is_chat = chat
+        self._reader = PromptReader(self._tokenizer, opened.chat if chat else None, opened.special)
 
     @property
     def eot_token_id(self) -> int:
@@ -80,11 +75,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text; None: after what the tokenizer's file puts before a text, unless it begins with it."""
-        if self._chat is None:
-            ids = self._tokenizer.encode(string).tolist()
-        else:
-            (encoded,) = self._chat_encoder.encode([string])
-            ids = encoded.ids.tolist()
+        ids = self._reader.encode(string) if self._is_chat else self._tokenizer.encode(string).tolist()
         if add_special_tokens is None:
             add_special_tokens = ids[: len(self._leading)] != self._leading
         return self._leading + ids if add_special_tokens else ids
@@ -166,7 +157,7 @@ class HarnessModel(TemplateLM):
         writing = dataclasses.replace(
             writing,
             new_tokens=new_tokens,
-            stop_tokens=self._stop_tokens,
+            stop_tokens=self._reader.stop_tokens,
             first_row=first_row,
         )
         (generated,) = generation_pieces(
@@ -177,7 +168,7 @@ class HarnessModel(TemplateLM):
         )
         answers = []
         for tokens in generated.tokens[: len(contexts)].tolist():
-            stream = TextStream(self._tokenizer, writing.stop, self._stop_tokens)
+            stream = TextStream(self._tokenizer, writing.stop, self._reader.stop_tokens)
             text = "".join(map(stream.feed, tokens))
             answers.append(text + stream.finish())
         return answers
@@ -196,7 +187,7 @@ class HarnessModel(TemplateLM):
         """
         where = "a chat of the task"
         messages = read_messages(chat_history, where=where)
-        text = render(self._template, Conversation(where, messages), prompt=add_generation_prompt).text
+        text = self._reader.write_chat(Conversation(where, messages), prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         beginning = (messages[-1]["content"] or "").strip()

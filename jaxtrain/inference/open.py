@@ -5,7 +5,6 @@ Predict, sample, serve, eval and export of the command line open theirs here.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from jaxtrain.families.bert import read_sentence_head
 from jaxtrain.formats.hub import is_published, published_place
 from jaxtrain.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.inference.opened import OpenedModel
-from jaxtrain.inference.prompts import Served, SpecialTokens, decoder_of
+from jaxtrain.inference.prompts import SpecialTokens
 from jaxtrain.inference.published import kept_published, read_texts, read_tokenizer, tokenizer_file
 from jaxtrain.metrics.history import draw_history, last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
@@ -402,21 +401,3 @@ class OpenedRun(OpenedModel):
                 f"{self.path} was trained with {part} ({name}) from Python, which its config does not describe: write "
                 f"{remedy}"
             )
-
-
-def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Served:
-    """Open a model for the server, by `open_model`; `name` is what clients call it, None: the last part of the path."""
-    opened = open_model(path, **how)
-    tokenizer = opened.text_tokenizer()
-    decoder_of(opened.sharded_model.model, has_encoder=False)
-    return Served(
-        name=name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf"),
-        sharded_model=opened.sharded_model,
-        tokenizer=tokenizer,
-        params=opened.params,
-        model_state=opened.model_state,
-        chat=opened.chat,
-        created=int(time.time()),
-        special=opened.special,
-        step=opened.step,
-    )

@@ -4,6 +4,7 @@ Shapes: B prompts, P longest prompt.
 """
 
 import datetime
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,7 @@ from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_templa
 from jaxtrain.data.sources.texts import Frame, fill_frame, make_frame
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Decoder, Model, ModelState, Params
-from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.model import Decoder, Model
 
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
 _SHORTEST_PROMPT = 16
@@ -36,36 +36,6 @@ class SpecialTokens:
     added: bool = True
     stop: tuple[int, ...] = ()
     named: Mapping[str, str] = field(default_factory=dict)
-
-
-NOTHING_SPECIAL = SpecialTokens()
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model that is asked: its parameters on their mesh, and how texts become its inputs.
-
-    Attributes:
-        name: what clients call it.
-        sharded_model: the model on its mesh.
-        params: in its shardings; also quantized.
-        model_state: what changes without a gradient.
-        tokenizer: between texts and ids.
-        chat: how conversations are written; None: the model has no chat template.
-        created: when it was opened, seconds since 1970.
-        special: what is known of its special tokens.
-        step: of the checkpoint of a run; None: it is no run.
-    """
-
-    name: str
-    sharded_model: ShardedModel
-    params: Params = field(repr=False)
-    model_state: ModelState = field(repr=False)
-    tokenizer: BpeTokenizer | ByteTokenizer
-    chat: ChatFormat | None
-    created: int
-    special: SpecialTokens = NOTHING_SPECIAL
-    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,18 +62,6 @@ def decoder_of(model: Model, *, has_encoder: bool = True) -> Decoder:
     if model.decoder.encode is not None and not has_encoder:
         raise ConfigError(f"model {model.name} reads its prompt with an encoder; use generate_text")
     return model.decoder
-
-
-def text_ends(
-    tokenizer: Tokenizer, special: SpecialTokens = NOTHING_SPECIAL, chat: ChatFormat | None = None
-) -> set[int]:
-    """Return the ids at which a text ends: the end of text, those of the model, and those of its chat template."""
-    ends = set(special.stop)
-    if tokenizer.end_of_text is not None:
-        ends.add(tokenizer.end_of_text)
-    if chat is not None:
-        ends.update(chat.stop)
-    return ends
 
 
 def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
@@ -150,7 +108,7 @@ def encode_prompts(
         ConfigError: the model does not generate, or a prompt is not text (an argument that is not UTF-8).
     """
     framing = None
-    ends = text_ends(tokenizer)
+    ends = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
     if decoder_of(model).encode is not None:
         framing = encoder_prompts(tokenizer)
         ends = set() if framing.end is None else {framing.end}
@@ -166,22 +124,68 @@ def encode_prompts(
     return encoded, ends
 
 
-def encode_questions(
-    tokenizer: Tokenizer, chat: ChatFormat, questions: Sequence[str]
-) -> tuple[list[np.ndarray], set[int]]:
-    """Turn questions, each a conversation of its own, into ids by a chat template, which writes all special tokens.
+class PromptReader:
+    """Makes prompts; safe to use from several threads.
 
-    Returns:
-        As `encode_prompts`.
+    Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
+
+    Args:
+        tokenizer: that has a file.
+        chat: how conversations are written; None: the model has no chat template.
+        special: of the model.
+
+    Attributes:
+        tokenizer, chat: as given.
+        stop_tokens: ids at which the model stops.
+        special_tokens: text of each special token -> its id.
     """
-    assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
-    template = compile_template(chat, today=datetime.date.today())
-    texts = []
-    for question in questions:
-        conversation = Conversation("the question", ({"role": "user", "content": question},))
-        texts.append(render(template, conversation, prompt=True).text)
-    encoded = [chat_ids.ids for chat_ids in ChatEncoder(tokenizer).encode(texts)]
-    return encoded, text_ends(tokenizer, chat=chat)
+
+    def __init__(
+        self,
+        tokenizer: BpeTokenizer | ByteTokenizer,
+        chat: ChatFormat | None,
+        special: SpecialTokens,
+    ):
+        self.tokenizer = tokenizer
+        self._special = special
+        self.stop_tokens = frozenset(special.stop)
+        if tokenizer.end_of_text is not None:
+            self.stop_tokens |= {tokenizer.end_of_text}
+        if chat is not None:
+            self.stop_tokens |= set(chat.stop)
+            # Some templates write the date.
+            self._template = functools.cache(functools.partial(compile_template, chat))
+        self.special_tokens = {tokenizer.decode([token]): token for token in tokenizer.special_ids()}
+        self._encoder = ChatEncoder(tokenizer)
+        self.chat = chat
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, which may spell special tokens; none is added."""
+        (encoded,) = self._encoder.encode([text])
+        return encoded.ids.tolist()
+
+    def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Encode a text that is to be continued, after special tokens (None: if the model was trained so)."""
+        if add_special_tokens is None:
+            add_special_tokens = self._special.added
+        leading = tokens_before(self.tokenizer) if add_special_tokens else ()
+        # Something must stand before the first token; documents end with this one in training.
+        return (*leading, *self.encode(text)) or (self.tokenizer.end_of_text or 0,)
+
+    def write_chat(self, conversation: Conversation, *, prompt: bool = True) -> str:
+        """Write a conversation by the model's template, up to where the answer begins if it is a `prompt`.
+
+        Raises:
+            ConfigError: there is no template, or it fails.
+            DataError: the template refuses the conversation.
+        """
+        if self.chat is None:
+            raise ConfigError("the model has no chat template; ask in plain text")
+        return render(self._template(today=datetime.date.today()), conversation, prompt=prompt).text
+
+    def of_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        """Encode a conversation that is to be answered; the template writes the special tokens itself."""
+        return tuple(self.encode(self.write_chat(conversation)))
 
 
 def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,9 +16,9 @@ from starlette.applications import Starlette
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.prompts import Served, decoder_of
-from jaxtrain.inference.server.app import CLIENT_SECONDS, Service
-from jaxtrain.inference.server.bodies import PromptReader
+from jaxtrain.inference.opened import OpenedModel
+from jaxtrain.inference.prompts import PromptReader, decoder_of
+from jaxtrain.inference.server.app import Service
 
 _KEY_VARIABLE = "JAXTRAIN_API_KEY"
 _ENDING = b"finishing what runs, then exit 0; a second signal ends at once\n"
@@ -28,6 +29,7 @@ _LONGEST = 4096
 # A character of a prompt takes at most so many bytes of JSON, and a token is rarely longer than so many of them.
 _BYTES_PER_TOKEN = 64
 _LEAST_BODY = 2**20
+_CLIENT_MILLISECONDS = 20_000
 
 
 def read_api_key(file: str | None) -> str | None:
@@ -48,19 +50,17 @@ def read_api_key(file: str | None) -> str | None:
         source = f"--api-key-file {file}"
         try:
             key = Path(file).expanduser().read_text().strip()
-        except (OSError, UnicodeDecodeError):
+        except OSError:
             key = ""
-    if key.split() != [key] or not key.isascii():
-        raise ConfigError(
-            f"{source} holds no valid key; use only letters, digits and signs, as 'openssl rand -hex 32' writes"
-        )
+    if key.split() != [key]:
+        raise ConfigError(f"{source} holds no valid key; use one word, as 'openssl rand -hex 32' writes")
     return key
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
     """Bind a socket to an address; nobody can connect to it yet.
 
-    The system drops a connection whose client takes nothing for `CLIENT_SECONDS`, or the server could not end.
+    The system drops a connection whose client takes nothing for 20 seconds, or the server could not end.
 
     Args:
         host: name or address.
@@ -82,12 +82,12 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sys.platform == "linux":  # what connects has the options of this socket
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CLIENT_MILLISECONDS)
         bound.bind(address)
-    except (OSError, UnicodeError, OverflowError) as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at --host {host} --port {port}: {getattr(error, 'strerror', None) or error}; use an "
-            "address of this machine, and a free port above 1023, or 0"
+            f"cannot listen at --host {host} --port {port}: {error}; use an address of this machine, and a "
+            "free port above 1023, or 0"
         ) from None
     return bound
 
@@ -142,11 +142,14 @@ def serve_app(app: Starlette, bound: socket.socket, *, when_ready: Callable[[], 
     _Server(config, when_ready).run(sockets=[bound])
 
 
-def start_service(served: Served, *, slots: int, length: int | None, queue: int, api_key: str | None = None) -> Service:
+def start_service(
+    opened: OpenedModel, name: str, *, slots: int, length: int | None, queue: int, api_key: str | None = None
+) -> Service:
     """Compile what a model needs to be asked, before the first request.
 
     Args:
-        served: from `open_served`.
+        opened: a model that writes texts.
+        name: what clients call it.
         slots: requests that run at a time.
         length: tokens of prompt and answer together; None: all that the model takes, up to 4,096.
         queue: requests that may wait while all slots are taken.
@@ -155,19 +158,11 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     Raises:
         ConfigError: a number that does not fit the model.
     """
-    reader = PromptReader(served.tokenizer, served.chat, served.special)
+    reader = PromptReader(opened.text_tokenizer(), opened.chat, opened.special)
+    decoder = decoder_of(opened.sharded_model.model, has_encoder=False)
     if length is None:
-        decoder = decoder_of(served.sharded_model.model, has_encoder=False)
         length = min(_LONGEST, decoder.max_length, decoder.short_length or _LONGEST)
-    engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
+    engine = Engine(opened.sharded_model, opened.params, slots=slots, length=length, queue=queue)
     engine.start()
-    return Service(
-        served.name,
-        served.created,
-        reader,
-        engine,
-        length=length,
-        max_answers=slots + queue,
-        api_key=api_key,
-        body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
-    )
+    body_bytes = max(_LEAST_BODY, length * _BYTES_PER_TOKEN)
+    return Service(name, int(time.time()), reader, engine, length, api_key, body_bytes)
