@@ -19,10 +19,9 @@ from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, row_
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.precision.policy import Policy, cast_floats
+from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.compiler import decoding_options
 
-_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # Stop tokens are filled up to a multiple of this, so that few counts are compiled for.
 _STOPS = 8
 
@@ -180,15 +179,6 @@ def generation_pieces(
     yield _generated(state)
 
 
-def cache_dtype_of(name: str | None, policy: Policy) -> jnp.dtype:
-    """Return the dtype of keys and values; None: the compute dtype. Raises a ConfigError where no cache has it."""
-    if name is None:
-        return jnp.dtype(policy.compute_dtype)
-    if name not in _CACHE_DTYPES:
-        raise ConfigError(f"cache_dtype is {name!r}; use one of {', '.join(_CACHE_DTYPES)}")
-    return jnp.dtype(name)
-
-
 def _generated(state: DecodeState) -> Generated:
     # Copies, because the next program writes into the memory of these.
     return Generated(np.array(state.tokens_BT), np.array(state.counts_B))
@@ -213,7 +203,7 @@ def start_function(sharded_model: ShardedModel, new_tokens: int, cache_dtype: st
     mesh, so that every process has it.
     """
     decoder = decoder_of(sharded_model.model)
-    dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
+    dtype = jnp.dtype(cache_dtype or sharded_model.policy.compute_dtype)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> DecodeState:
         params = hold_parameters(params)

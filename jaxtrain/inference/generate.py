@@ -207,7 +207,6 @@ class TextStream:
 
     Attributes:
         stopped: whether a stop string or a stop token was met; what follows it is not given out.
-        length: characters that are certain, also those that are held back for a stop.
 
     Example:
         >>> from jaxtrain.data.tokenizer import ByteTokenizer
@@ -234,7 +233,6 @@ class TextStream:
         self._num_certain = 0  # characters of their text that were certain
         self._held = ""  # certain text that may begin a stop string
         self.stopped = False
-        self.length = 0
 
     def feed(self, token: int) -> str:
         """Return the text that the next token makes certain; after a stop there is none."""
@@ -279,7 +277,6 @@ class TextStream:
 
     def _release(self, piece: str, *, is_end: bool) -> str:
         """Give out the text that is held and this piece after it, but for what may begin a stop string."""
-        self.length += len(piece)
         text = self._held + piece
         starts = [text.find(stop) for stop in self._stop if stop in text]
         if starts:

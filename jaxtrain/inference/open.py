@@ -22,13 +22,13 @@ from jaxtrain.config.model import published_from
 from jaxtrain.config.published import published_settings
 from jaxtrain.data import Data, Tokenizer, open_data
 from jaxtrain.data.chat.templates import ChatFormat, files_beside, format_of_reading
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError
 from jaxtrain.families.bert import read_sentence_head
 from jaxtrain.formats.hub import is_published, published_place
 from jaxtrain.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.inference.opened import OpenedModel
 from jaxtrain.inference.prompts import SpecialTokens
-from jaxtrain.inference.published import kept_published, read_texts, read_tokenizer, tokenizer_file
+from jaxtrain.inference.published import TOKENIZER_FILE, kept_published, read_texts, read_tokenizer
 from jaxtrain.metrics.history import draw_history, last_evaluation, read_history
 from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.models.model import Model
@@ -224,11 +224,8 @@ def saved_config(run_dir: str | Path, *, overrides: Sequence[str] | Mapping[str,
     tokenizer = getattr(data, "tokenizer", None)
     if tokenizer is None or any(key.startswith("data.tokenizer") for key in overridden):
         return loaded
-    try:
-        file = tokenizer_file(Path(run_dir), info)
-    except DataError:  # reported where the tokenizer is needed
-        return loaded
-    if file is None:
+    file = Path(run_dir) / TOKENIZER_FILE
+    if not file.is_file():
         return loaded
     tokenizer = tokenizer.model_copy(update={"kind": "file", "path": str(file)})
     data = data.model_copy(update={"tokenizer": tokenizer})
@@ -324,7 +321,7 @@ class OpenedRun(OpenedModel):
         form = format_of_reading(self.reading)
         # Rows of plain text have no beginning of text, so that a model that was trained on them gets none either.
         added = form is not None or self.status == "imported"
-        files = files_beside(self.path / "tokenizer.json")
+        files = files_beside(self.path / TOKENIZER_FILE)
         published_form, special = read_texts(files, self.tokenizer, where=str(self.path), added=added)
         return form or published_form, special
 

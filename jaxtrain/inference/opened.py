@@ -260,7 +260,7 @@ class OpenedModel:
 
         Returns:
             NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
-            float32. Of several outputs, `logits` alone; None stands for an output without rows.
+            float32. Of several outputs, `logits` alone.
 
         Raises:
             ConfigError: a model from Python was not given.

@@ -104,20 +104,10 @@ class Predictor:
         parts = []
         for k in range(len(batches)):
             batch = batches.load(k, shardings, check=check)
-            outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
-            count = min(size, len(rows) - k * size)
-            parts.append(_first_rows(outputs, size, count))
-            report(count)
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _first_rows(outputs: Any, size: int, count: int) -> Any:
-    """The first `count` rows of outputs, and None for an output that has no `size` rows."""
-
-    def first(leaf: np.ndarray) -> np.ndarray | None:
-        return leaf[:count] if leaf.shape[:1] == (size,) else None
-
-    return jax.tree.map(first, outputs)
+            parts.append(jax.device_get(self._jitted(params, model_state, batch["inputs"])))
+            report(min(size, len(rows) - k * size))
+        # The last batch is filled up.
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
 
 
 def model_outputs(sharded_model: ShardedModel, params: Params, model_state: ModelState, inputs: Any) -> Any:

@@ -1,6 +1,5 @@
 """Portable programs: a model's forward pass as StableHLO for CPU, GPU and TPU, in a folder with its weights."""
 
-import datetime
 import json
 import os
 import shutil
@@ -149,12 +148,7 @@ def _described(program: Program) -> dict[str, Any]:
         "outputs": _specs(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
         "rows_per_call": program.batch or BATCH,
         "platforms": list(PLATFORMS),
-        "weights": {
-            "tensors": len(program.weights),
-            "bytes": sum(array.nbytes for array in program.weights.values()),
-        },
         "made_with": {"jaxtrain": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "made_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "compatibility": _WINDOW,
         "read_by": "python read.py INPUTS.npz OUTPUTS.npz, with jax and flatbuffers",
     }

@@ -194,7 +194,6 @@ WRONG = {
     "an id beyond the vocabulary": (dict(encoded=[[1, 2], [3, 40]]), r"ids below 40 \(the largest is 40\)"),
     "an empty prompt": (dict(encoded=[[1], []]), "at least one token"),
     "too few samplings": (dict(sampling=[GREEDY]), "1 samplings and 3 seeds for 3 prompts"),
-    "a dtype": (dict(cache_dtype="int4"), "cache_dtype"),
 }
 
 

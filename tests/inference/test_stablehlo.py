@@ -117,13 +117,13 @@ def test_weights_keep_their_dtypes(tmp_path):
     params, model_state = jax.jit(model.init)(jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf.astype(np.dtype("bfloat16")), params)
     write_program(tmp_path / "out", make_program(model, params, model_state, rows, batch=None), about={})
-    weights = read_weights(tmp_path / "out" / "weights.safetensors")
+    program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
+    weights = read_weights(tmp_path / "out", program)
     leaves = {f"params/{'/'.join(k.key for k in path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
     assert sorted(weights) == sorted(leaves)
     for name, leaf in leaves.items():
         assert weights[name].dtype == leaf.dtype == np.dtype("bfloat16")
         np.testing.assert_array_equal(weights[name], leaf)
-    program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
     for count in (1, 5):
         (value,) = program.call(weights, some(rows, count)).values()
         assert (value.shape, value.dtype) == ((count, 3), np.float32)
@@ -150,11 +150,10 @@ def test_a_run_is_exported_by_the_command(run_dir, tmp_path, cli):
     assert (answer.code, answer.out, answer.err) == (0, f"{tmp_path / 'out'}\n", "")
     said = json.loads((tmp_path / "out" / "program.json").read_text())
     assert (said["model"], said["step"], said["outputs"]["outputs"]["shape"]) == ("mlp", 1, ["batch", 3])
-    assert said["weights"]["tensors"] == len(read_weights(tmp_path / "out" / "weights.safetensors"))
     run = jt.open_run(run_dir, mesh=jt.make_mesh(devices=jax.devices()[:1]))
     program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
     inputs = np.random.default_rng(1).standard_normal((6, 4), np.float32)
-    found = program.call(read_weights(tmp_path / "out" / "weights.safetensors"), {"inputs": inputs})["outputs"]
+    found = program.call(read_weights(tmp_path / "out", program), {"inputs": inputs})["outputs"]
     # The same operations in another program.
     np.testing.assert_allclose(found, run.predict(inputs), rtol=1e-5, atol=1e-6)
 
@@ -178,7 +177,7 @@ def test_runs_on_texts_say_their_inputs(tmp_path, cli):
     assert said.get("classes") == ["no", "yes"]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
     program = export.deserialize(bytearray((tmp_path / "out" / "forward.bin").read_bytes()))
-    found = np.asarray(program.call(read_weights(tmp_path / "out" / "weights.safetensors"), given)["outputs"])
+    found = np.asarray(program.call(read_weights(tmp_path / "out", program), given)["outputs"])
     # The same operations in another program.
     np.testing.assert_allclose(found, run.predict(inputs), rtol=1e-4, atol=1e-5)
 

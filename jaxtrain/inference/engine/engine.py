@@ -365,7 +365,6 @@ class Engine:
         Raises:
             EngineFull: a request waits or runs; a later attempt may succeed.
             EngineDead: the engine was closed, or its device failed.
-            ConfigError: they are of another model.
         """
         with self._changed:  # nothing is submitted meanwhile
             self._check_open()
