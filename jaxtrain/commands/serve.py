@@ -47,12 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_remark(repr(opened.sharded_model))
         print_remark(f"model {service.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
         print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
+        print_remark("Ctrl-C ends the server when running answers are done")
         try:
-            serve_app(
-                build_app(service, host=arguments.host),
-                socket,
-                when_ready=lambda: print_text(f"ready: {address}", flush=True),
-            )
+            socket.listen()  # clients that come before the first answer wait
+            print_text(f"ready: {address}", flush=True)
+            serve_app(build_app(service, host=arguments.host), socket)
         finally:
-            service.engine.close()
+            service.engine.close(drain=False)
     return 0

@@ -21,7 +21,7 @@ from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Params
 from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.runtime.tree import merge_leaves, paths_of
+from jaxtrain.runtime.tree import merge_leaves
 from jaxtrain.weights.base import base_of
 from jaxtrain.weights.load import restore_base
 from jaxtrain.weights.peft import write_adapter
@@ -122,9 +122,8 @@ def _merged(run: OpenedRun) -> Params:
     params = run.params
     record = base_of(run.info)
     if record is not None:
-        # The frozen floats that the policy of the run rounded are read as they are stored: without their digests.
-        dtypes = {name: str(leaf.dtype) for name, leaf in paths_of(params).items()}
-        rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
+        # Frozen floats that the policy of the run rounded are read as they are stored: without their digests.
+        rounded = [name for name, (dtype, *_) in record.digests.items() if dtype == "bfloat16"]
         stored = restore_base(
             run.sharded_model,
             dataclasses.replace(record, digests={}),

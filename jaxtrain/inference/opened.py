@@ -297,8 +297,6 @@ class OpenedModel:
                 raise ConfigError(f"{self.path} gives several classes per row; predict(array) gives their logits")
         rows, files = read_file_rows(Path(path).expanduser(), self.config, self.trained_on, self.tokenizer)
         outputs = self.predict(rows, batch_size=batch_size)
-        if not isinstance(outputs, np.ndarray):
-            raise ConfigError(f"{self.path} gives several outputs and none is 'logits'; use predict(array)")
         return answers(outputs, kind, classes, files, probabilities=probabilities)
 
     def sample(

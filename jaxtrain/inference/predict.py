@@ -206,13 +206,8 @@ def read_file_rows(
         tokens = framed_tokens(tokenizer, getattr(data, "tokenizer", None))
         return text_rows(tokens, texts, sequence_length=shape[-1]), None
     # Rows of a published model are as long as the longest text needs.
-    rows = text_rows(
-        framed_tokens(tokenizer, None),
-        texts,
-        sequence_length=getattr(config.model, "max_sequence_length", 0),
-        fit=True,
-    )
-    return rows, None
+    tokens = framed_tokens(tokenizer, None)
+    return text_rows(tokens, texts, sequence_length=getattr(config.model, "max_sequence_length", 0), fit=True), None
 
 
 def _read_texts(data: Group, path: Path) -> list[list[str]]:

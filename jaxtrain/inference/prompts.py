@@ -38,23 +38,6 @@ class SpecialTokens:
     named: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class EncoderPrompts:
-    """What stands around a prompt for an encoder, and after an output.
-
-    Attributes:
-        frame: special tokens around a prompt.
-        end: token after an output; None: there is none.
-    """
-
-    frame: Frame
-    end: int | None
-
-    def framed(self, ids: list[int]) -> list[int]:
-        """Return the ids of a prompt with what stands around it."""
-        return fill_frame(self.frame, [ids], len(ids) + self.frame.num_special)[0]
-
-
 def decoder_of(model: Model, *, has_encoder: bool = True) -> Decoder:
     """Return how the model generates; a ConfigError where it does not, or has an encoder that the caller refuses."""
     if model.decoder is None:
@@ -64,13 +47,16 @@ def decoder_of(model: Model, *, has_encoder: bool = True) -> Decoder:
     return model.decoder
 
 
-def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
-    """Return how a tokenizer's prompts are framed: by its own file, or by its special tokens of the usual names."""
+def encoder_prompts(tokenizer: Tokenizer) -> tuple[Frame, int | None]:
+    """Return what stands around a prompt for an encoder, and the token after an output (None: there is none).
+
+    The tokenizer's own file says it, or its special tokens of the usual names.
+    """
     if not isinstance(tokenizer, NamedTokens):
-        return EncoderPrompts(Frame((("first", 0),)), tokenizer.end_of_text)
+        return Frame((("first", 0),)), tokenizer.end_of_text
     special = special_ids(tokenizer, None)
     end = tokenizer.end_of_text if special.end is None else special.end
-    return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)
+    return make_frame(tokenizer, special, pair=False), end
 
 
 def tokens_before(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -105,23 +91,23 @@ def encode_prompts(
         What the model reads, int32 [length] each, none empty, and the ids that end a text.
 
     Raises:
-        ConfigError: the model does not generate, or a prompt is not text (an argument that is not UTF-8).
+        ConfigError: the model does not generate.
     """
-    framing = None
-    ends = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
+    frame = None
+    end = tokenizer.end_of_text
     if decoder_of(model).encode is not None:
-        framing = encoder_prompts(tokenizer)
-        ends = set() if framing.end is None else {framing.end}
+        frame, end = encoder_prompts(tokenizer)
     leading = tokens_before(tokenizer) if add_special_tokens else ()
     encoded = []
     for prompt in prompts:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ConfigError(f"the prompt {prompt[:30]!a} has an invalid character; give text in UTF-8")
         ids = np.asarray(tokenizer.encode(prompt)).tolist()
-        ids = [*leading, *ids] if framing is None else framing.framed(ids)
+        if frame is None:
+            ids = [*leading, *ids]
+        else:
+            ids = fill_frame(frame, [ids], len(ids) + frame.num_special)[0]
         # Documents end with this token in training, so that a text follows it.
         encoded.append(np.array(ids or [tokenizer.end_of_text or 0], np.int32))
-    return encoded, ends
+    return encoded, set() if end is None else {end}
 
 
 class PromptReader:

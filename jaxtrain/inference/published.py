@@ -156,7 +156,7 @@ def exported_texts(
     if origin is not None and TOKENIZER_FILE in origin.files:
         return Texts()
     if model.decoder.encode is not None:
-        end = encoder_prompts(tokenizer).end
+        _, end = encoder_prompts(tokenizer)
     tokens = {}
     if end is not None:
         name = tokenizer.decode([end])

@@ -1,7 +1,5 @@
 """Portable programs: a model's forward pass as StableHLO for CPU, GPU and TPU, in a folder with its weights."""
 
-import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 
 from jaxtrain import __version__
 from jaxtrain.errors import ConfigError, UserError, first_line
 from jaxtrain.formats.safetensors import write_safetensors
+from jaxtrain.inference.predict import model_outputs
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.tree import path_name
+from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.runtime.tree import path_name, paths_of
 
 FILES = ("forward.bin", "weights.safetensors", "program.json", "read.py")
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -80,16 +78,9 @@ def make_program(
 
     def forward(weights: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         tree = jax.tree.unflatten(structure, [weights[path_name(path)] for path, _ in leaves])
-        is_array = list(inputs) == ["inputs"]
-        with sharded_model.context():
-            outputs, _ = sharded_model.apply(
-                tree["params"],
-                tree["model_state"],
-                inputs["inputs"] if is_array else dict(inputs),
-                key=None,
-                train=False,
-            )
-        return _by_name(outputs)
+        rows = inputs["inputs"] if list(inputs) == ["inputs"] else dict(inputs)
+        outputs = model_outputs(sharded_model, tree["params"], tree["model_state"], rows)
+        return paths_of(outputs if isinstance(outputs, Mapping) else {"outputs": outputs})
 
     def export_for(size: Any) -> export.Exported:
         inputs = {name: jax.ShapeDtypeStruct((size, *row.shape), row.dtype) for name, row in rows.items()}
@@ -111,7 +102,7 @@ def make_program(
 
 
 def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -> None:
-    """Write a program; the folder appears when it is complete.
+    """Write a program.
 
     Args:
         folder: which does not exist, or is empty; see `check_folder`.
@@ -121,22 +112,15 @@ def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -
     Raises:
         ConfigError: the folder cannot be made.
     """
-    path = folder.resolve()  # the name of "." is that of the folder that it stands for
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
-        (partial / "forward.bin").write_bytes(program.exported.serialize(vjp_order=0))
-        shapes = {name: (array.shape, array.dtype) for name, array in program.weights.items()}
-        write_safetensors(partial / "weights.safetensors", shapes, program.weights.items())
-        description = strict_json({**_described(program), **about})
-        text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
-        (partial / "program.json").write_text(text + "\n", encoding="utf-8")
-        shutil.copyfile(Path(__file__).with_name("read_program.py"), partial / "read.py")
-        partial.rename(path)  # which may be an empty folder
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(f"{folder} cannot be made ({error.strerror}); name another folder") from None
+    (folder / "forward.bin").write_bytes(program.exported.serialize(vjp_order=0))
+    shapes = {name: (array.shape, array.dtype) for name, array in program.weights.items()}
+    write_safetensors(folder / "weights.safetensors", shapes, program.weights.items())
+    write_json_atomic(folder / "program.json", {**_described(program), **about})
+    shutil.copyfile(Path(__file__).with_name("read_program.py"), folder / "read.py")
 
 
 def _described(program: Program) -> dict[str, Any]:
@@ -164,16 +148,3 @@ def _specs(avals: Mapping[str, Any]) -> dict[str, Any]:
         shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
         specs[name] = {"shape": shape, "dtype": aval.dtype.name}
     return specs
-
-
-def _by_name(outputs: Any) -> dict[str, jax.Array]:
-    """Return the outputs by name, in float32 where they are floats: NumPy has no bfloat16 of its own."""
-    if not isinstance(outputs, Mapping):
-        outputs = {"outputs": outputs}
-    elif "logits" in outputs:
-        outputs = {"logits": outputs["logits"]}  # what else a model with experts gives is for its loss
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        named[path_name(path)] = leaf.astype(jnp.float32) if is_float else leaf
-    return named

@@ -96,7 +96,6 @@ def test_the_process_from_start_to_sigterm(folder, tmp_path):
             assert pieces[-1].choices[0].finish_reason in ("length", "stop")
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "")
-        assert "finishing what runs" in err
         assert "Traceback" not in err
     finally:
         watchdog.cancel()

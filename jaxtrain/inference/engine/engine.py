@@ -28,8 +28,6 @@ from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.step import TrainStep
 
-# What the thread gets to end in where the interpreter ends: an `on_event` that waits for the program never returns.
-_ENDING_SECONDS = 10.0
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16
 
@@ -319,15 +317,15 @@ class Engine:
         """Start the thread that serves requests."""
         self._thread.start()
         # An interpreter that ends while the thread is inside of jax would abort.
-        atexit.register(self._close, False, _ENDING_SECONDS)
+        atexit.register(self.close, drain=False)
 
     def submit(self, request: Request, on_event: OnEvent | None = None) -> Ticket:
         """Ask for the continuation of a prompt.
 
         Args:
             request: prompt and settings.
-            on_event: (ticket, token) is called on the engine's thread with each token, and with None at the end; what
-                it raises ends this request as failed.
+            on_event: (ticket, token) is called on the engine's thread with each token, and with None at the end; it
+                may not raise.
 
         Returns:
             The ticket: an iterable of the tokens.
@@ -374,8 +372,13 @@ class Engine:
 
     def close(self, *, drain: bool = True) -> None:
         """Accept no more requests, and end the thread; without `drain` what waits or runs ends as cancelled."""
-        self._close(drain, None)
-        atexit.unregister(self._close)
+        with self._changed:
+            self._draining = drain
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        atexit.unregister(self.close)
 
     def counters(self) -> EngineCounters:
         """Return what the engine did since it was started; any thread may ask."""
@@ -401,15 +404,6 @@ class Engine:
 
     def _num_unfinished(self) -> int:
         return self._num_accepted - self._scheduler.counters.finished
-
-    def _close(self, drain: bool, seconds: float | None) -> None:
-        """`close`, which waits for the thread for so long; None: until it ends."""
-        with self._changed:
-            self._draining = drain
-            self._closing = True
-            self._changed.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(seconds)
 
     def _wake(self) -> None:
         with self._changed:

@@ -167,26 +167,17 @@ class Ticket:
     def emit(self, emitted: Emitted) -> None:
         """Hand out a token; for the engine."""
         self._events.put(emitted)
-        self._call(emitted)
+        if self._on_event is not None:
+            self._on_event(self, emitted)
 
     def finish(self, reason: str, error: str | None = None) -> None:
         """End the request; for the engine."""
-        self.error = self.error or error
+        self.error = error
         self.finish_reason = reason
         self._events.put(None)
         self._ended.set()
-        self._call(None)
-
-    def _call(self, event: Emitted | None) -> None:
-        """Call the caller's function; an error in it fails this request and no other."""
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(self, event)
-        except Exception as failure:
-            text = " ".join(str(failure).split())
-            self.error = self.error or f"on_event of this request raised {type(failure).__name__}: {text[:200]}"
-            self.cancel("failed")
+        if self._on_event is not None:
+            self._on_event(self, None)
 
 
 OnEvent = Callable[[Ticket, Emitted | None], None]

@@ -1,15 +1,12 @@
 """From an opened model to a server that answers: its address, its programs, and the signals that end it."""
 
-import contextlib
 import ipaddress
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,7 +18,6 @@ from jaxtrain.inference.prompts import PromptReader, decoder_of
 from jaxtrain.inference.server.app import Service
 
 _KEY_VARIABLE = "JAXTRAIN_API_KEY"
-_ENDING = b"finishing what runs, then exit 0; a second signal ends at once\n"
 # Seconds that an idle connection is kept for the next request.
 _KEEP_ALIVE = 30
 # Of a model that takes longer texts, unless more is asked for: the cache of every slot is of this length.
@@ -98,38 +94,14 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
+def serve_app(app: Starlette, bound: socket.socket) -> None:
+    """Serve an application until SIGTERM or Ctrl-C; what runs then is finished, and a second Ctrl-C ends at once.
 
-    def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]):
-        super().__init__(config)
-        self._when_ready = when_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._when_ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        previous = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + number)
-        os.write(2, _ENDING)
-        self.should_exit = True
-
-
-def serve_app(app: Starlette, bound: socket.socket, *, when_ready: Callable[[], None]) -> None:
-    """Serve an application until a signal comes; what runs then is finished.
-
-    To be called in the main thread, where signals arrive; `when_ready` is called when requests are answered.
+    To be called in the main thread, where signals arrive.
     """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn handles them while it serves, and raises them again at its end.
+        signal.signal(number, signal.SIG_IGN)
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -139,7 +111,7 @@ def serve_app(app: Starlette, bound: socket.socket, *, when_ready: Callable[[], 
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE,
     )
-    _Server(config, when_ready).run(sockets=[bound])
+    uvicorn.Server(config).run(sockets=[bound])
 
 
 def start_service(
