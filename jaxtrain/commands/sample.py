@@ -10,6 +10,7 @@ import jax
 from jaxtrain.commands.shared import own_code, print_text
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.decoding import Writing
+from jaxtrain.inference.generate import joined
 from jaxtrain.inference.open import open_model
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.runtime import distributed
@@ -40,9 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print_text(piece.text, end="", flush=True, is_content=True)
             print_text("")
             return 0
-        texts = [""] * len(prompts)
-        for piece in written:
-            texts[piece.row] += piece.text
+        texts = joined(written, len(prompts))
     if not distributed.is_main_process():
         return 0
     if not arguments.json:

@@ -3,7 +3,7 @@
 Shapes: B prompts, P longest prompt, T most new tokens, V vocabulary, N stop tokens.
 """
 
-import weakref
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import decoder_of, padded_prompts
 from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, row_sampling
 from jaxtrain.layout.gather import hold_parameters
@@ -110,11 +109,6 @@ class Generated:
 # Of (params, prompts_BP, lengths_B, rules), and of (params, state, rules, ended_B, most tokens of a row).
 Program = Callable[..., DecodeState]
 
-# Both programs by most new tokens and dtype of the cache, kept as long as the sharded model is.
-_programs: weakref.WeakKeyDictionary[ShardedModel, dict[tuple[int, str | None], tuple[Program, Program]]] = (
-    weakref.WeakKeyDictionary()
-)
-
 
 def generate_ids(
     sharded_model: ShardedModel,
@@ -184,16 +178,13 @@ def _generated(state: DecodeState) -> Generated:
     return Generated(np.array(state.tokens_BT), np.array(state.counts_B))
 
 
+@functools.lru_cache
 def _compiled(sharded_model: ShardedModel, new_tokens: int, cache_dtype: str | None) -> tuple[Program, Program]:
     """Return the two programs, which are compiled at their first call with each number and length of prompts."""
-    programs = _programs.setdefault(sharded_model, {})
-    key = (new_tokens, cache_dtype)
-    if key not in programs:
-        start = jax.jit(start_function(sharded_model, new_tokens, cache_dtype))
-        options = decoding_options(sharded_model.mesh.devices.flat[0]) or None
-        advance = jax.jit(advance_function(sharded_model), donate_argnames="state", compiler_options=options)
-        programs[key] = (start, advance)
-    return programs[key]
+    start = jax.jit(start_function(sharded_model, new_tokens, cache_dtype))
+    options = decoding_options(sharded_model.mesh.devices.flat[0]) or None
+    advance = jax.jit(advance_function(sharded_model), donate_argnames="state", compiler_options=options)
+    return start, advance
 
 
 def start_function(sharded_model: ShardedModel, new_tokens: int, cache_dtype: str | None = None) -> Program:
@@ -263,11 +254,7 @@ def advance_function(sharded_model: ShardedModel) -> Program:
 
 
 def row_rules(writing: Writing, batch: int) -> RowRules:
-    """Return what the programs take of how rows are sampled and where they end, in arrays of NumPy.
-
-    Raises:
-        ConfigError: there is not one sampling, or one seed, for all prompts or per prompt.
-    """
+    """Return what the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     samplings = writing.sampling
     if isinstance(samplings, Sampling):
         samplings = [samplings] * batch
@@ -276,11 +263,6 @@ def row_rules(writing: Writing, batch: int) -> RowRules:
     if not isinstance(seeds, Sequence):
         seeds = [seeds] * batch
         rows = range(writing.first_row, writing.first_row + batch)
-    if len(samplings) != batch or len(seeds) != batch:
-        raise ConfigError(
-            f"{len(samplings)} samplings and {len(seeds)} seeds for {batch} prompts; use one for all prompts or one "
-            "per prompt"
-        )
     stop_tokens = sorted(writing.stop_tokens)
     padding = -len(stop_tokens) % _STOPS if stop_tokens else _STOPS
     stop_N = np.array(stop_tokens + [-1] * padding, np.int32)

@@ -3,7 +3,7 @@
 Shapes: B prompts, T new tokens.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.chat.templates import ChatFormat
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
 from jaxtrain.inference.decoding import Writing, generation_pieces
 from jaxtrain.inference.prompts import (
     PromptReader,
@@ -19,7 +19,6 @@ from jaxtrain.inference.prompts import (
     decoder_of,
     encode_prompts,
     room_for_new_tokens,
-    special_tokens,
 )
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
@@ -101,7 +100,7 @@ def generate_text(
         add_special_tokens=add_special_tokens,
         cache_dtype=cache_dtype,
     )
-    return whole_texts(sharded_model, params, tokenizer, prompts, writing)
+    return joined(write_texts(sharded_model, params, tokenizer, prompts, writing), len(prompts))
 
 
 @dataclass(frozen=True)
@@ -111,29 +110,18 @@ class Written:
     Attributes:
         row: its index in the batch.
         text: whole characters.
-        ended: whether nothing follows.
     """
 
     row: int
     text: str
-    ended: bool = False
 
 
-def whole_texts(
-    sharded_model: ShardedModel,
-    params: Params,
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    writing: Writing,
-    chat: ChatFormat | None = None,
-) -> list[str]:
-    """Join what `write_texts` gives out for each text."""
-    if not texts:
-        return []
-    joined = [""] * len(texts)
-    for written in write_texts(sharded_model, params, tokenizer, texts, writing, chat):
-        joined[written.row] += written.text
-    return joined
+def joined(pieces: Iterable[Written], count: int) -> list[str]:
+    """Join what `write_texts` gives out for each of `count` texts."""
+    texts = [""] * count
+    for piece in pieces:
+        texts[piece.row] += piece.text
+    return texts
 
 
 def write_texts(
@@ -168,7 +156,9 @@ def write_texts(
         room = room_for_new_tokens(decoder, max(map(len, encoded)))
         new_tokens = max(1, min(new_tokens or _DEFAULT_TOKENS, room))
     writing = replace(writing, new_tokens=new_tokens, stop_tokens=ends.union(writing.stop_tokens))
-    hidden = special_tokens(tokenizer) if writing.skip_special_tokens else ()
+    hidden = ()
+    if writing.skip_special_tokens and isinstance(tokenizer, NamedTokens):
+        hidden = tokenizer.special_ids()
     is_continued = chat is None and decoder.encode is None
     streams = []
     for row, text in enumerate(texts):
@@ -186,9 +176,9 @@ def write_texts(
             text = "".join(streams[row].feed(token) for token in new_T.tolist())
             num_read[row] = count
             ended_B[row] = streams[row].stopped
-            yield Written(row, text, streams[row].stopped)
+            yield Written(row, text)
     for row in np.flatnonzero(~ended_B).tolist():
-        yield Written(row, streams[row].finish(), ended=True)
+        yield Written(row, streams[row].finish())
 
 
 class TextStream:
@@ -250,7 +240,10 @@ class TextStream:
         piece = decoded[self._num_certain : num_certain]
         self._num_certain = num_certain
         if num_incomplete == 0:
-            self._forget(decoded)
+            self._tokens = []
+            self._num_certain = 0
+            if decoded:
+                self._decode = self._continue
         return self._release(piece, is_end=False)
 
     def finish(self) -> str:
@@ -259,21 +252,12 @@ class TextStream:
             return ""
         rest = ""
         if self._tokens:
-            decoded = self._decode(self._tokens)
-            rest = decoded[self._num_certain :]
-            self._forget(decoded)
+            rest = self._decode(self._tokens)[self._num_certain :]
         return self._release(rest, is_end=True)
 
     def text_of(self, token: int) -> str:
         """Return the text of a token alone; U+FFFD for a part of a character."""
         return self._continue([token])
-
-    def _forget(self, decoded: str) -> None:
-        """Begin anew after tokens whose text is certain."""
-        self._tokens = []
-        self._num_certain = 0
-        if decoded:
-            self._decode = self._continue
 
     def _release(self, piece: str, *, is_end: bool) -> str:
         """Give out the text that is held and this piece after it, but for what may begin a stop string."""

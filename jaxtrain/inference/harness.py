@@ -37,7 +37,7 @@ class HarnessModel(TemplateLM):
         opened: a model that writes texts.
         chat: whether the tasks ask in chats, by the template of the model.
         batch_size: most rows of a batch; None: by their length for log-likelihoods, and 8 answers per device.
-        report: receives how many requests are done.
+        report: receives how many requests there are, and how many answers are done.
 
     Raises:
         ConfigError: the model writes no text, or has no chat template.
@@ -108,18 +108,11 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _scores(self, continuations: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        done = 0
-
-        def report(count: int) -> None:
-            nonlocal done
-            done += count
-            self._report(f"{done:,} of {len(continuations):,} log-likelihoods")
-
+        self._report(f"{len(continuations):,} log-likelihoods")
         return self._scorer(
             self._opened.params,
             self._opened.model_state,
             continuations,
-            report=report,
         )
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -128,8 +121,6 @@ class HarnessModel(TemplateLM):
         Raises:
             ConfigError: a task has a setting that is not supported.
         """
-        for request in requests:
-            read_generation(request.args[1], task=request.task_name)
         collator = Collator(
             [request.args for request in requests],
             # Of like lengths together, the longest first.
@@ -139,7 +130,7 @@ class HarnessModel(TemplateLM):
         )
         answers: list[str] = []
         for batch in collator.get_batched(n=self._answers):
-            writing = read_generation(batch[0][1], task=None)
+            writing = read_generation(batch[0][1])
             contexts = [context for context, _ in batch]
             answers += self._continued(contexts, writing, first_row=len(answers))
             self._report(f"{len(answers):,} of {len(requests):,} answers")
@@ -197,19 +188,19 @@ class HarnessModel(TemplateLM):
         return before + beginning
 
 
-def read_generation(settings: Mapping[str, Any], *, task: str | None) -> Writing:
+def read_generation(settings: Mapping[str, Any]) -> Writing:
     """Read the settings of a task (`generation_kwargs`).
 
     Sampling begins where `do_sample` is true or a temperature above 0 is given; `do_sample: false` is greedy.
 
     Raises:
-        ConfigError: a setting that is not supported; names the task.
+        ConfigError: a setting that is not supported.
     """
     settings = normalize_gen_kwargs(dict(settings))
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:
         raise ConfigError(
-            f"generation_kwargs of the task {task}: {unknown[0]} is not supported; supported are {', '.join(_SETTINGS)}"
+            f"generation_kwargs of a task: {unknown[0]} is not supported; supported are {', '.join(_SETTINGS)}"
         )
     temperature = 0.0
     if settings["do_sample"]:

@@ -30,7 +30,6 @@ from jaxtrain.inference.opened import OpenedModel
 from jaxtrain.inference.prompts import SpecialTokens
 from jaxtrain.inference.published import TOKENIZER_FILE, kept_published, read_texts, read_tokenizer
 from jaxtrain.metrics.history import draw_history, last_evaluation, read_history
-from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
@@ -130,13 +129,10 @@ def _published_config(path: Path, overrides: Sequence[str] | Mapping[str, Any], 
         tree["finetune"] = {"adapter": str(adapter)}
     if jax.default_backend() != "cpu":
         tree["precision"] = {"policy": "bf16_pure"}
-    loaded = _load(tree, overrides, origin="the published model")
-    if any(key.startswith("model.head") for key in _overridden(loaded)):
-        return loaded.config
-    head = read_sentence_head(path, published_settings(str(path)))
-    if head is None:
-        return loaded.config
-    group["head"] = head
+    if not any(key.startswith("model.head") for key in overrides):
+        head = read_sentence_head(path, published_settings(str(path)))
+        if head is not None:
+            group["head"] = head
     return _load(tree, overrides, origin="the published model").config
 
 
@@ -200,7 +196,7 @@ def open_run(
         own_task=task,
         mesh=mesh,
         quantize=quantize,
-        has_other_data=any(key.partition(".")[0] == "data" for key in _overridden(loaded)),
+        has_other_data=any(key.startswith("data.") for key in _overridden(loaded)),
         report=report,
     )
 
@@ -212,9 +208,7 @@ def saved_config(run_dir: str | Path, *, overrides: Sequence[str] | Mapping[str,
     for group, keys in _NOT_KEPT.items():
         if isinstance(saved.get(group), dict):
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
-    fraction = (saved.pop("parallel", None) or {}).get("max_replicated_fraction")
-    if fraction is not None:
-        saved["parallel"] = {"max_replicated_fraction": fraction}
+    saved.pop("parallel", None)
     loaded = _load(saved, overrides, origin="run.json")
     overridden = _overridden(loaded)
     data = loaded.config.data
@@ -258,10 +252,6 @@ class OpenedRun(OpenedModel):
         if self.requested_step is None:
             return str(self.path)
         return str(checkpoint_folder(self.path) / str(self.requested_step))
-
-    def __repr__(self) -> str:
-        steps = ", ".join(map(str, self.checkpoints[-5:])) or "none"
-        return f"Run {run_text(self.path)}\n  checkpoints: {steps}"
 
     @property
     def info(self) -> dict[str, Any]:

@@ -78,7 +78,6 @@ class Predictor:
         rows: grain.MapDataset,
         *,
         batch_size: int,
-        report: Callable[[int], None] = lambda count: None,
     ) -> Any:
         """Return the outputs of all rows, NumPy arrays [rows, ...].
 
@@ -86,7 +85,6 @@ class Predictor:
             params, model_state: of the model.
             rows: whose entry `inputs` is read.
             batch_size: most rows at once; it is rounded up to divide by the mesh.
-            report: receives the number of rows of each batch that is done.
         """
         layout = self._sharded_model.layout
         shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
@@ -105,7 +103,6 @@ class Predictor:
         for k in range(len(batches)):
             batch = batches.load(k, shardings, check=check)
             parts.append(jax.device_get(self._jitted(params, model_state, batch["inputs"])))
-            report(min(size, len(rows) - k * size))
         # The last batch is filled up.
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
 
@@ -145,8 +142,6 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], *, max_length: int | 
     reading = trained_on.get("reading") or {}
     check_read_alike(inputs, reading)
     if isinstance(inputs, Data):
-        if inputs.validation is not None:
-            raise DataError("this Data has two sets; write run.predict(data.validation), or data.train")
         inputs = inputs.train
     if isinstance(inputs, grain.MapDataset):
         return inputs

@@ -70,11 +70,6 @@ def tokens_before(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that no text has, as far as the tokenizer says."""
-    return frozenset(tokenizer.special_ids() if isinstance(tokenizer, NamedTokens) else ())
-
-
 def encode_prompts(
     model: Model, tokenizer: Tokenizer, prompts: Sequence[str], *, add_special_tokens: bool = True
 ) -> tuple[list[np.ndarray], set[int]]:
@@ -178,13 +173,11 @@ def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int)
     """Put prompts into rows of one length int32 [B, P]; their own lengths are int32 [B].
 
     Raises:
-        ConfigError: there is no prompt, one is empty or holds an id that the vocabulary does not have, or prompts and
-            new tokens exceed the model's positions.
+        ConfigError: a prompt holds an id that the vocabulary does not have, or prompts and new tokens exceed the
+            model's positions.
     """
     decoder = decoder_of(model)
     lengths = [len(ids) for ids in encoded]
-    if not all(lengths):
-        raise ConfigError("each prompt takes at least one token")
     longest = max(lengths)
     largest = max(int(np.max(ids)) for ids in encoded)
     if model.vocab_size is not None and largest >= model.vocab_size:

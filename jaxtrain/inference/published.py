@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.config.base import Group
 from jaxtrain.config.model import published_from
 from jaxtrain.data import Tokenizer, load_tokenizer
@@ -128,9 +126,8 @@ def read_texts(
         return None, SpecialTokens(added)
     with reading_published(f"what is beside the tokenizer of {where}"):
         names, stop = published_tokens(files, tokenizer)
-        stop = tuple(np.array(stop, np.int32).tolist())
         names = {name: text for name, text in names.items() if tokenizer.token_id(text) is not None}
-        return published_format(files, where, tokenizer), SpecialTokens(added, stop, names)
+        return published_format(files, where, tokenizer), SpecialTokens(added, tuple(stop), names)
 
 
 def exported_texts(

@@ -112,7 +112,6 @@ WRONG = {
     "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) generates no text"),
     "one row": (of_rows(lambda inputs: inputs[0]), "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
     "no rows": (of_rows(lambda inputs: inputs[:0]), "the data has no rows"),
-    "two sets": (of_rows(lambda _: jt.open_data({"kind": "digits"})), "write run.predict(data.validation), or"),
 }
 
 

@@ -155,7 +155,6 @@ class Scheduler:
         self._num_admitted += 1
         slot.take(ticket, self._num_admitted)
         self.counters.slots_in_use += 1
-        self.counters.cached_tokens += ticket.cached_tokens
         row = _row_of(ticket.request)
         for values, value in zip(jax.tree.leaves(self._rows), jax.tree.leaves(row), strict=True):
             values[slot.index] = value[0]
@@ -197,10 +196,12 @@ class Scheduler:
     def _emit(self, slot: Slot, chosen: Chosen, index: int) -> None:
         """Hand out a token of a slot's answer, which may end it."""
         request = slot.request
-        ids = chosen.top_ids[index][: request.top].tolist()
-        log_probabilities = chosen.top_log_probabilities[index][: request.top].tolist()
-        top = tuple(zip(ids, log_probabilities, strict=True))
-        emitted = Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), top)
+        top = zip(
+            chosen.top_ids[index][: request.top].tolist(),
+            chosen.top_log_probabilities[index][: request.top].tolist(),
+            strict=True,
+        )
+        emitted = Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), tuple(top))
         slot.text.append(emitted.token)
         self.counters.generated_tokens += 1
         assert slot.ticket is not None
@@ -387,11 +388,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         if not request.tokens or min(request.tokens) < 0 or max(request.tokens) >= self._vocab_size:
             raise ConfigError(f"a request takes at least one token, of ids from 0 to {self._vocab_size - 1}")
-        if request.row < 0 or not 0 <= request.top <= MOST_ALTERNATIVES:
-            raise ConfigError(
-                f"row is {request.row} and top {request.top}; use a row of 0 or more, and top from 0 to "
-                f"{MOST_ALTERNATIVES}"
-            )
+        if not 0 <= request.top <= MOST_ALTERNATIVES:
+            raise ConfigError(f"top is {request.top}; use top from 0 to {MOST_ALTERNATIVES}")
         if request.new_tokens < 1 or len(request.tokens) + request.new_tokens > self.length:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: use 1 or more new "

@@ -65,7 +65,7 @@ class Service:
     engine: Engine
     length: int
     api_key: str | None = None
-    body_bytes: int = 4 * 2**20
+    body_bytes: int = 2**24
 
 
 def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
@@ -95,7 +95,9 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
     """Answer with the error object of OpenAI's interface."""
-    if isinstance(error, UserError):  # of a chat template, or of the engine
+    if isinstance(error, EngineFull | EngineDead):
+        error = RefusedError(503, str(error), headers={"retry-after": "1"})
+    elif isinstance(error, UserError):  # of a chat template, or a number that is out of its range
         error = RefusedError(400, str(error))
     elif isinstance(error, HTTPException):
         error = RefusedError(error.status_code, error.detail, headers=error.headers)
@@ -218,11 +220,9 @@ class _Running:
         try:
             for index, request in enumerate(call.requests):
                 self._tickets.append(service.engine.submit(request, functools.partial(self._pass_on, index)))
-        except UserError as error:
+        except UserError:
             self.cancel()
-            if isinstance(error, EngineFull):
-                raise RefusedError(503, str(error), headers={"retry-after": "1"}) from None
-            raise RefusedError(503 if isinstance(error, EngineDead) else 400, str(error)) from None
+            raise
 
     def _pass_on(self, index: int, ticket: Ticket, event: Emitted | None) -> None:
         """Hand an event to the loop; called on the engine's thread."""

@@ -291,26 +291,20 @@ class Answer:
         for index, piece in enumerate(answers):
             message = {"role": "assistant", "content": piece.text}
             choices.append(self._choice(index, piece, message=message))
-        return self._object("chat.completion", choices, usage=usage)
+        return self._object("chat.completion", choices=choices, usage=usage)
 
     def chunk(self, index: int, piece: Piece, **role: str) -> dict[str, Any]:
         """Make the chunk of a piece of a choice; the first one of a chat gives the `role`."""
         choice = self._choice(index, piece, delta={**role, "content": piece.text})
-        return self._object("chat.completion.chunk", [choice])
+        return self._object("chat.completion.chunk", choices=[choice])
 
     def last_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Make the chunk with the numbers of tokens at the end of a stream."""
-        return self._object("chat.completion.chunk", [], usage=usage)
+        return self._object("chat.completion.chunk", choices=[], usage=usage)
 
-    def _object(self, chat_kind: str, choices: list[dict[str, Any]], **usage: Any) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": chat_kind if isinstance(self.call.body, ChatBody) else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **usage,
-        }
+    def _object(self, chat_kind: str, **content: Any) -> dict[str, Any]:
+        kind = chat_kind if isinstance(self.call.body, ChatBody) else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **content}
 
     def _choice(self, index: int, piece: Piece, **chat_content: Any) -> dict[str, Any]:
         choice = {"index": index, "logprobs": None, "finish_reason": piece.finish_reason}

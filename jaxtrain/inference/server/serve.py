@@ -22,9 +22,6 @@ _KEY_VARIABLE = "JAXTRAIN_API_KEY"
 _KEEP_ALIVE = 30
 # Of a model that takes longer texts, unless more is asked for: the cache of every slot is of this length.
 _LONGEST = 4096
-# A character of a prompt takes at most so many bytes of JSON, and a token is rarely longer than so many of them.
-_BYTES_PER_TOKEN = 64
-_LEAST_BODY = 2**20
 _CLIENT_MILLISECONDS = 20_000
 
 
@@ -35,21 +32,17 @@ def read_api_key(file: str | None) -> str | None:
         The key; None: there is none.
 
     Raises:
-        ConfigError: the file cannot be read, or what it holds is not a key.
+        ConfigError: the file cannot be read, or the key is empty.
     """
     if file is None:
-        source = _KEY_VARIABLE
         key = os.environ.get(_KEY_VARIABLE)
-        if key is None:
-            return None
     else:
-        source = f"--api-key-file {file}"
         try:
             key = Path(file).expanduser().read_text().strip()
-        except OSError:
-            key = ""
-    if key.split() != [key]:
-        raise ConfigError(f"{source} holds no valid key; use one word, as 'openssl rand -hex 32' writes")
+        except OSError as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error.strerror}") from None
+    if key == "":
+        raise ConfigError(f"--api-key-file or {_KEY_VARIABLE} holds no valid key; 'openssl rand -hex 32' writes one")
     return key
 
 
@@ -67,10 +60,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         ConfigError: the address is not of this machine, is taken, or is open to others without a key.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not has_key and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
                 f"--host {host} can be reached from other machines; give --api-key-file FILE or {_KEY_VARIABLE}, or "
                 "leave --host out"
@@ -136,5 +127,4 @@ def start_service(
         length = min(_LONGEST, decoder.max_length, decoder.short_length or _LONGEST)
     engine = Engine(opened.sharded_model, opened.params, slots=slots, length=length, queue=queue)
     engine.start()
-    body_bytes = max(_LEAST_BODY, length * _BYTES_PER_TOKEN)
-    return Service(name, int(time.time()), reader, engine, length, api_key, body_bytes)
+    return Service(name, int(time.time()), reader, engine, length, api_key)
