@@ -152,9 +152,8 @@ def export_program(path: str | Path, folder: str | Path, *, batch: int | None = 
         "step": opened.step,
         "model": model.model.name,
         "precision": model.policy.name,
+        "classes": opened.classes,
     }
-    if opened.classes is not None:
-        about["classes"] = list(opened.classes)
     if isinstance(config, EncoderDecoderConfig):
         about["decoder_tokens_begin_with"] = config.start_token
     for key in ("columns", "mean", "deviation", "target_offset"):

@@ -127,7 +127,7 @@ def read_texts(
     with reading_published(f"what is beside the tokenizer of {where}"):
         names, stop = published_tokens(files, tokenizer)
         names = {name: text for name, text in names.items() if tokenizer.token_id(text) is not None}
-        return published_format(files, where, tokenizer), SpecialTokens(added, tuple(stop), names)
+        return published_format(files, where, tokenizer), SpecialTokens(added, tuple(map(int, stop)), names)
 
 
 def exported_texts(

@@ -177,11 +177,22 @@ def make_call(body: CompletionBody | ChatBody, reader: PromptReader, *, length: 
         DataError: the template refuses the conversation.
     """
     if isinstance(body, ChatBody):
-        prompts = [reader.of_chat(_conversation(body))]
+        conversation = Conversation(
+            "the request",
+            read_messages(body.model_dump()["messages"], where="messages"),
+            tools=read_objects(body.tools, "tools", "the request") or None,
+            arguments=read_object(body.chat_template_kwargs, "chat_template_kwargs", "the request"),
+        )
+        prompts = [reader.of_chat(conversation)]
         new_tokens = body.max_completion_tokens or body.max_tokens or max(1, length - len(prompts[0]))
         top = body.top_logprobs if body.logprobs else None
     else:
-        prompts = [_prompt(prompt, body, reader) for prompt in body.prompt]
+        prompts = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                prompts.append(reader.of_text(prompt, add_special_tokens=body.add_special_tokens))
+            else:
+                prompts.append(tuple(prompt))
         new_tokens = body.max_tokens
         top = body.logprobs
     sampling = Sampling(
@@ -204,21 +215,6 @@ def make_call(body: CompletionBody | ChatBody, reader: PromptReader, *, length: 
             requests.append(Request(prompt, new_tokens, sampling, seed, stop_tokens, top=top or 0, row=row))
     hidden = frozenset(special.values() if body.skip_special_tokens else ())
     return Call(body, tuple(requests), hidden, top)
-
-
-def _prompt(prompt: str | list[int], body: CompletionBody, reader: PromptReader) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        return reader.of_text(prompt, add_special_tokens=body.add_special_tokens)
-    return tuple(prompt)
-
-
-def _conversation(body: ChatBody) -> Conversation:
-    return Conversation(
-        "the request",
-        read_messages(body.model_dump()["messages"], where="messages"),
-        tools=read_objects(body.tools, "tools", "the request") or None,
-        arguments=read_object(body.chat_template_kwargs, "chat_template_kwargs", "the request"),
-    )
 
 
 # --- Answers: tokens of the engine become pieces of text, and these objects and chunks. ---

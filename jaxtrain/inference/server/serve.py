@@ -98,7 +98,6 @@ def serve_app(app: Starlette, bound: socket.socket) -> None:
         lifespan="off",
         log_config=None,
         access_log=False,
-        server_header=False,
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE,
     )
