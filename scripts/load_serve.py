@@ -56,8 +56,8 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     from jaxtrain.data.chat.templates import BUILT_IN
     from jaxtrain.data.tokenizer import ByteTokenizer
     from jaxtrain.inference.decoding import generate_ids
-    from jaxtrain.inference.open import open_served
-    from jaxtrain.inference.server.bodies import PromptReader
+    from jaxtrain.inference.open import open_model
+    from jaxtrain.inference.prompts import PromptReader
 
     tokenizer = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
     sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "max_sequence_length": LENGTH, "vocab_size": 258}
@@ -71,8 +71,8 @@ def known_answers(folder: str) -> dict[str, dict[str, str]]:
     (found / "chat_template.jinja").write_text(BUILT_IN["chatml"])
     (found / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
 
-    served = open_served(found)
-    reader = PromptReader(served.tokenizer, served.chat)
+    served = open_model(found)
+    reader = PromptReader(served.text_tokenizer(), served.chat, served.special)
     drawn, answers = random.Random(0), {}
     letters = "abcdefghijklmnopqrstuvwxyz "
     texts = ["".join(drawn.choices(letters, k=drawn.randint(1, LONGEST_PROMPT))) for _ in range(PROMPTS)]

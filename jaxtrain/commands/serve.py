@@ -2,10 +2,15 @@
 
 import argparse
 import importlib.util
+<<<<<<< HEAD
+=======
+import time
+from pathlib import Path
+>>>>>>> wt-h1
 
 from jaxtrain.commands.shared import print_text
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.open import open_served
+from jaxtrain.inference.open import open_model
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.terminal import print_remark
 
@@ -24,27 +29,36 @@ def run(arguments: argparse.Namespace) -> int:
     key = read_api_key(arguments.api_key_file)
     with bind(arguments.host, arguments.port, has_key=key is not None) as socket:
         distributed.start(emulate=arguments.emulate)
-        served = open_served(
+        opened = open_model(
             arguments.path,
             adapter=arguments.adapter,
             quantize=arguments.quantize,
             step=arguments.step,
             overrides=arguments.overrides,
-            name=arguments.name,
         )
         service = start_service(
-            served, slots=arguments.slots, length=arguments.length, queue=arguments.queue, api_key=key
+            opened,
+            arguments.name or Path(arguments.path.partition("@")[0]).resolve().name.removesuffix(".gguf"),
+            slots=arguments.slots,
+            length=arguments.length,
+            queue=arguments.queue,
+            api_key=key,
         )
         address = address_of(socket)
         slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
+<<<<<<< HEAD
         print_remark(repr(served.sharded_model))
         print_remark(f"model {served.name!r}: {slots}")
+=======
+        print_remark(repr(opened.sharded_model))
+        print_remark(f"model {service.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
+        print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
+        print_remark("Ctrl-C ends the server when running answers are done")
+>>>>>>> wt-h1
         try:
-            serve_app(
-                build_app(service, host=arguments.host),
-                socket,
-                when_ready=lambda: print_text(f"ready: {address}", flush=True),
-            )
+            socket.listen()  # clients that come before the first answer wait
+            print_text(f"ready: {address}", flush=True)
+            serve_app(build_app(service, host=arguments.host), socket)
         finally:
-            service.engine.close()
+            service.engine.close(drain=False)
     return 0

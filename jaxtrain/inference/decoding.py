@@ -3,7 +3,7 @@
 Shapes: B prompts, P longest prompt, T most new tokens, V vocabulary, N stop tokens.
 """
 
-import weakref
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,16 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.errors import ConfigError
 from jaxtrain.inference.prompts import decoder_of, padded_prompts
 from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, row_sampling
 from jaxtrain.layout.gather import hold_parameters
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.precision.policy import Policy, cast_floats
+from jaxtrain.precision.policy import cast_floats
 from jaxtrain.runtime.compiler import decoding_options
 
-_CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # Stop tokens are filled up to a multiple of this, so that few counts are compiled for.
 _STOPS = 8
 
@@ -111,11 +109,6 @@ class Generated:
 # Of (params, prompts_BP, lengths_B, rules), and of (params, state, rules, ended_B, most tokens of a row).
 Program = Callable[..., DecodeState]
 
-# Both programs by most new tokens and dtype of the cache, kept as long as the sharded model is.
-_programs: weakref.WeakKeyDictionary[ShardedModel, dict[tuple[int, str | None], tuple[Program, Program]]] = (
-    weakref.WeakKeyDictionary()
-)
-
 
 def generate_ids(
     sharded_model: ShardedModel,
@@ -180,30 +173,18 @@ def generation_pieces(
     yield _generated(state)
 
 
-def cache_dtype_of(name: str | None, policy: Policy) -> jnp.dtype:
-    """Return the dtype of keys and values; None: the compute dtype. Raises a ConfigError where no cache has it."""
-    if name is None:
-        return jnp.dtype(policy.compute_dtype)
-    if name not in _CACHE_DTYPES:
-        raise ConfigError(f"cache_dtype is {name!r}; use one of {', '.join(_CACHE_DTYPES)}")
-    return jnp.dtype(name)
-
-
 def _generated(state: DecodeState) -> Generated:
     # Copies, because the next program writes into the memory of these.
     return Generated(np.array(state.tokens_BT), np.array(state.counts_B))
 
 
+@functools.lru_cache
 def _compiled(sharded_model: ShardedModel, new_tokens: int, cache_dtype: str | None) -> tuple[Program, Program]:
     """Return the two programs, which are compiled at their first call with each number and length of prompts."""
-    programs = _programs.setdefault(sharded_model, {})
-    key = (new_tokens, cache_dtype)
-    if key not in programs:
-        start = jax.jit(start_function(sharded_model, new_tokens, cache_dtype))
-        options = decoding_options(sharded_model.mesh.devices.flat[0]) or None
-        advance = jax.jit(advance_function(sharded_model), donate_argnames="state", compiler_options=options)
-        programs[key] = (start, advance)
-    return programs[key]
+    start = jax.jit(start_function(sharded_model, new_tokens, cache_dtype))
+    options = decoding_options(sharded_model.mesh.devices.flat[0]) or None
+    advance = jax.jit(advance_function(sharded_model), donate_argnames="state", compiler_options=options)
+    return start, advance
 
 
 def start_function(sharded_model: ShardedModel, new_tokens: int, cache_dtype: str | None = None) -> Program:
@@ -213,7 +194,7 @@ def start_function(sharded_model: ShardedModel, new_tokens: int, cache_dtype: st
     mesh, so that every process has it.
     """
     decoder = decoder_of(sharded_model.model)
-    dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
+    dtype = jnp.dtype(cache_dtype or sharded_model.policy.compute_dtype)
 
     def start(params: Params, prompts_BP: jax.Array, lengths_B: jax.Array, rules: RowRules) -> DecodeState:
         params = hold_parameters(params)
@@ -273,11 +254,7 @@ def advance_function(sharded_model: ShardedModel) -> Program:
 
 
 def row_rules(writing: Writing, batch: int) -> RowRules:
-    """Return what the programs take of how rows are sampled and where they end, in arrays of NumPy.
-
-    Raises:
-        ConfigError: there is not one sampling, or one seed, for all prompts or per prompt.
-    """
+    """Return what the programs take of how rows are sampled and where they end, in arrays of NumPy."""
     samplings = writing.sampling
     if isinstance(samplings, Sampling):
         samplings = [samplings] * batch
@@ -286,11 +263,6 @@ def row_rules(writing: Writing, batch: int) -> RowRules:
     if not isinstance(seeds, Sequence):
         seeds = [seeds] * batch
         rows = range(writing.first_row, writing.first_row + batch)
-    if len(samplings) != batch or len(seeds) != batch:
-        raise ConfigError(
-            f"{len(samplings)} samplings and {len(seeds)} seeds for {batch} prompts; use one for all prompts or one "
-            "per prompt"
-        )
     stop_tokens = sorted(writing.stop_tokens)
     padding = -len(stop_tokens) % _STOPS if stop_tokens else _STOPS
     stop_N = np.array(stop_tokens + [-1] * padding, np.int32)

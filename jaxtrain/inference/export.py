@@ -15,13 +15,12 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.inference.open import OpenedRun, open_model, open_run
 from jaxtrain.inference.opened import OpenedModel
 from jaxtrain.inference.published import FOLDER, TOKENIZER_FILE, exported_texts, kept_published
-from jaxtrain.inference.stablehlo import check_flatbuffers, check_folder, make_program, write_program
+from jaxtrain.inference.stablehlo import check_flatbuffers, make_program, write_program
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.adapters import merge_adapters
 from jaxtrain.models.model import Params
 from jaxtrain.precision.policy import cast_floats
-from jaxtrain.runtime.terminal import print_remark
-from jaxtrain.runtime.tree import merge_leaves, paths_of
+from jaxtrain.runtime.tree import merge_leaves
 from jaxtrain.weights.base import base_of
 from jaxtrain.weights.load import restore_base
 from jaxtrain.weights.peft import write_adapter
@@ -122,9 +121,8 @@ def _merged(run: OpenedRun) -> Params:
     params = run.params
     record = base_of(run.info)
     if record is not None:
-        # The frozen floats that the policy of the run rounded are read as they are stored: without their digests.
-        dtypes = {name: str(leaf.dtype) for name, leaf in paths_of(params).items()}
-        rounded = {name for name, (dtype, *_) in record.digests.items() if dtype != dtypes.get(name, dtype)}
+        # Frozen floats that the policy of the run rounded are read as they are stored: without their digests.
+        rounded = [name for name, (dtype, *_) in record.digests.items() if dtype == "bfloat16"]
         stored = restore_base(
             run.sharded_model,
             dataclasses.replace(record, digests={}),
@@ -139,27 +137,23 @@ def _merged(run: OpenedRun) -> Params:
 def export_program(path: str | Path, folder: str | Path, *, batch: int | None = None, step: int | None = None) -> Path:
     """Write the forward pass of a model as a folder that runs where jaxtrain is not installed.
 
-    `batch` is the number of rows of a call; None: any number, or 1 where the model's program depends on it.
+    `batch` is the number of rows of a call; None: any number.
     """
     folder = Path(folder).expanduser()
     check_flatbuffers()
-    check_folder(folder)
     # On one device nothing is exchanged, and on a CPU every kernel is plain StableHLO.
     opened = open_model(path, step=step, mesh=make_mesh(devices=jax.devices("cpu")[:1]))
     rows = _program_rows(opened)
     config = opened.config.model
     model = opened.sharded_model
     program = make_program(model, opened.params, opened.model_state, rows, batch=batch)
-    if program.reason is not None:
-        print_remark(f"the program takes {program.batch} row per call, not any number: {program.reason}")
     about = {
         "name": Path(path).name,
         "step": opened.step,
         "model": model.model.name,
         "precision": model.policy.name,
+        "classes": opened.classes,
     }
-    if opened.classes is not None:
-        about["classes"] = list(opened.classes)
     if isinstance(config, EncoderDecoderConfig):
         about["decoder_tokens_begin_with"] = config.start_token
     for key in ("columns", "mean", "deviation", "target_offset"):

@@ -3,15 +3,23 @@
 Shapes: B prompts, T new tokens.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxtrain.data import Tokenizer
+from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.chat.templates import ChatFormat
+from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens
 from jaxtrain.inference.decoding import Writing, generation_pieces
-from jaxtrain.inference.prompts import decoder_of, encode_prompts, encode_questions, room_for_new_tokens, special_tokens
+from jaxtrain.inference.prompts import (
+    PromptReader,
+    SpecialTokens,
+    decoder_of,
+    encode_prompts,
+    room_for_new_tokens,
+)
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.models.model import Params
 from jaxtrain.models.sharded import ShardedModel
@@ -92,7 +100,7 @@ def generate_text(
         add_special_tokens=add_special_tokens,
         cache_dtype=cache_dtype,
     )
-    return whole_texts(sharded_model, params, tokenizer, prompts, writing)
+    return joined(write_texts(sharded_model, params, tokenizer, prompts, writing), len(prompts))
 
 
 @dataclass(frozen=True)
@@ -102,29 +110,18 @@ class Written:
     Attributes:
         row: its index in the batch.
         text: whole characters.
-        ended: whether nothing follows.
     """
 
     row: int
     text: str
-    ended: bool = False
 
 
-def whole_texts(
-    sharded_model: ShardedModel,
-    params: Params,
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    writing: Writing,
-    chat: ChatFormat | None = None,
-) -> list[str]:
-    """Join what `write_texts` gives out for each text."""
-    if not texts:
-        return []
-    joined = [""] * len(texts)
-    for written in write_texts(sharded_model, params, tokenizer, texts, writing, chat):
-        joined[written.row] += written.text
-    return joined
+def joined(pieces: Iterable[Written], count: int) -> list[str]:
+    """Join what `write_texts` gives out for each of `count` texts."""
+    texts = [""] * count
+    for piece in pieces:
+        texts[piece.row] += piece.text
+    return texts
 
 
 def write_texts(
@@ -149,13 +146,19 @@ def write_texts(
             sharded_model.model, tokenizer, texts, add_special_tokens=writing.add_special_tokens
         )
     else:
-        encoded, ends = encode_questions(tokenizer, chat, texts)
+        assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
+        reader = PromptReader(tokenizer, chat, SpecialTokens())
+        questions = [Conversation("the question", ({"role": "user", "content": text},)) for text in texts]
+        encoded = [np.array(reader.of_chat(question), np.int32) for question in questions]
+        ends = reader.stop_tokens
     new_tokens = writing.new_tokens
     if new_tokens is None or chat is not None:
         room = room_for_new_tokens(decoder, max(map(len, encoded)))
         new_tokens = max(1, min(new_tokens or _DEFAULT_TOKENS, room))
     writing = replace(writing, new_tokens=new_tokens, stop_tokens=ends.union(writing.stop_tokens))
-    hidden = special_tokens(tokenizer) if writing.skip_special_tokens else ()
+    hidden = ()
+    if writing.skip_special_tokens and isinstance(tokenizer, NamedTokens):
+        hidden = tokenizer.special_ids()
     is_continued = chat is None and decoder.encode is None
     streams = []
     for row, text in enumerate(texts):
@@ -173,9 +176,9 @@ def write_texts(
             text = "".join(streams[row].feed(token) for token in new_T.tolist())
             num_read[row] = count
             ended_B[row] = streams[row].stopped
-            yield Written(row, text, streams[row].stopped)
+            yield Written(row, text)
     for row in np.flatnonzero(~ended_B).tolist():
-        yield Written(row, streams[row].finish(), ended=True)
+        yield Written(row, streams[row].finish())
 
 
 class TextStream:
@@ -194,7 +197,6 @@ class TextStream:
 
     Attributes:
         stopped: whether a stop string or a stop token was met; what follows it is not given out.
-        length: characters that are certain, also those that are held back for a stop.
 
     Example:
         >>> from jaxtrain.data.tokenizer import ByteTokenizer
@@ -221,7 +223,6 @@ class TextStream:
         self._num_certain = 0  # characters of their text that were certain
         self._held = ""  # certain text that may begin a stop string
         self.stopped = False
-        self.length = 0
 
     def feed(self, token: int) -> str:
         """Return the text that the next token makes certain; after a stop there is none."""
@@ -239,7 +240,10 @@ class TextStream:
         piece = decoded[self._num_certain : num_certain]
         self._num_certain = num_certain
         if num_incomplete == 0:
-            self._forget(decoded)
+            self._tokens = []
+            self._num_certain = 0
+            if decoded:
+                self._decode = self._continue
         return self._release(piece, is_end=False)
 
     def finish(self) -> str:
@@ -248,25 +252,15 @@ class TextStream:
             return ""
         rest = ""
         if self._tokens:
-            decoded = self._decode(self._tokens)
-            rest = decoded[self._num_certain :]
-            self._forget(decoded)
+            rest = self._decode(self._tokens)[self._num_certain :]
         return self._release(rest, is_end=True)
 
     def text_of(self, token: int) -> str:
         """Return the text of a token alone; U+FFFD for a part of a character."""
         return self._continue([token])
 
-    def _forget(self, decoded: str) -> None:
-        """Begin anew after tokens whose text is certain."""
-        self._tokens = []
-        self._num_certain = 0
-        if decoded:
-            self._decode = self._continue
-
     def _release(self, piece: str, *, is_end: bool) -> str:
         """Give out the text that is held and this piece after it, but for what may begin a stop string."""
-        self.length += len(piece)
         text = self._held + piece
         starts = [text.find(stop) for stop in self._stop if stop in text]
         if starts:

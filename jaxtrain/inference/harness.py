@@ -1,7 +1,6 @@
 """A trained model as lm-eval-harness asks it; needs the package lm-eval (the extra `harness`)."""
 
 import dataclasses
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs  # pyright: igno
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
 from jaxtrain.data.chat.conversation import Conversation, read_messages
-from jaxtrain.data.chat.templates import ChatEncoder, compile_template, render
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.inference.decoding import Writing, generation_pieces
 from jaxtrain.inference.generate import TextStream
 from jaxtrain.inference.likelihood import Continuation, LikelihoodScorer
 from jaxtrain.inference.opened import OpenedModel
-from jaxtrain.inference.prompts import text_ends, tokens_before
+from jaxtrain.inference.prompts import PromptReader, tokens_before
 from jaxtrain.inference.sampling import Sampling
 
 # Answers that are generated at a time on one device.
@@ -39,7 +37,7 @@ class HarnessModel(TemplateLM):
         opened: a model that writes texts.
         chat: whether the tasks ask in chats, by the template of the model.
         batch_size: most rows of a batch; None: by their length for log-likelihoods, and 8 answers per device.
-        report: receives how many requests are done.
+        report: receives how many requests there are, and how many answers are done.
 
     Raises:
         ConfigError: the model writes no text, or has no chat template.
@@ -62,11 +60,8 @@ class HarnessModel(TemplateLM):
         self._leading: list[int] = []
         if opened.special.added:
             self._leading = list(tokens_before(self._tokenizer))
-        self._chat = opened.chat if chat else None
-        self._stop_tokens = text_ends(self._tokenizer, opened.special, self._chat)
-        if self._chat is not None:
-            self._chat_encoder = ChatEncoder(self._tokenizer)
-            self._template = compile_template(self._chat, today=datetime.date.today())
+        self._is_chat = chat
+        self._reader = PromptReader(self._tokenizer, opened.chat if chat else None, opened.special)
 
     @property
     def eot_token_id(self) -> int:
@@ -80,11 +75,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text; None: after what the tokenizer's file puts before a text, unless it begins with it."""
-        if self._chat is None:
-            ids = self._tokenizer.encode(string).tolist()
-        else:
-            (encoded,) = self._chat_encoder.encode([string])
-            ids = encoded.ids.tolist()
+        ids = self._reader.encode(string) if self._is_chat else self._tokenizer.encode(string).tolist()
         if add_special_tokens is None:
             add_special_tokens = ids[: len(self._leading)] != self._leading
         return self._leading + ids if add_special_tokens else ids
@@ -117,18 +108,11 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _scores(self, continuations: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        done = 0
-
-        def report(count: int) -> None:
-            nonlocal done
-            done += count
-            self._report(f"{done:,} of {len(continuations):,} log-likelihoods")
-
+        self._report(f"{len(continuations):,} log-likelihoods")
         return self._scorer(
             self._opened.params,
             self._opened.model_state,
             continuations,
-            report=report,
         )
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -137,8 +121,6 @@ class HarnessModel(TemplateLM):
         Raises:
             ConfigError: a task has a setting that is not supported.
         """
-        for request in requests:
-            read_generation(request.args[1], task=request.task_name)
         collator = Collator(
             [request.args for request in requests],
             # Of like lengths together, the longest first.
@@ -148,7 +130,7 @@ class HarnessModel(TemplateLM):
         )
         answers: list[str] = []
         for batch in collator.get_batched(n=self._answers):
-            writing = read_generation(batch[0][1], task=None)
+            writing = read_generation(batch[0][1])
             contexts = [context for context, _ in batch]
             answers += self._continued(contexts, writing, first_row=len(answers))
             self._report(f"{len(answers):,} of {len(requests):,} answers")
@@ -166,7 +148,7 @@ class HarnessModel(TemplateLM):
         writing = dataclasses.replace(
             writing,
             new_tokens=new_tokens,
-            stop_tokens=self._stop_tokens,
+            stop_tokens=self._reader.stop_tokens,
             first_row=first_row,
         )
         (generated,) = generation_pieces(
@@ -177,7 +159,7 @@ class HarnessModel(TemplateLM):
         )
         answers = []
         for tokens in generated.tokens[: len(contexts)].tolist():
-            stream = TextStream(self._tokenizer, writing.stop, self._stop_tokens)
+            stream = TextStream(self._tokenizer, writing.stop, self._reader.stop_tokens)
             text = "".join(map(stream.feed, tokens))
             answers.append(text + stream.finish())
         return answers
@@ -196,7 +178,7 @@ class HarnessModel(TemplateLM):
         """
         where = "a chat of the task"
         messages = read_messages(chat_history, where=where)
-        text = render(self._template, Conversation(where, messages), prompt=add_generation_prompt).text
+        text = self._reader.write_chat(Conversation(where, messages), prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         beginning = (messages[-1]["content"] or "").strip()
@@ -206,19 +188,19 @@ class HarnessModel(TemplateLM):
         return before + beginning
 
 
-def read_generation(settings: Mapping[str, Any], *, task: str | None) -> Writing:
+def read_generation(settings: Mapping[str, Any]) -> Writing:
     """Read the settings of a task (`generation_kwargs`).
 
     Sampling begins where `do_sample` is true or a temperature above 0 is given; `do_sample: false` is greedy.
 
     Raises:
-        ConfigError: a setting that is not supported; names the task.
+        ConfigError: a setting that is not supported.
     """
     settings = normalize_gen_kwargs(dict(settings))
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:
         raise ConfigError(
-            f"generation_kwargs of the task {task}: {unknown[0]} is not supported; supported are {', '.join(_SETTINGS)}"
+            f"generation_kwargs of a task: {unknown[0]} is not supported; supported are {', '.join(_SETTINGS)}"
         )
     temperature = 0.0
     if settings["do_sample"]:

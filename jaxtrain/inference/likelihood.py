@@ -5,7 +5,7 @@ Shapes: R rows, L length, S scored tokens, D width, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +71,6 @@ class LikelihoodScorer:
         params: Params,
         model_state: ModelState,
         continuations: Sequence[Continuation],
-        *,
-        report: Callable[[int], None] = lambda count: None,
     ) -> list[tuple[float, bool]]:
         """Score continuations; a context that is too long loses its beginning.
 
@@ -80,7 +78,6 @@ class LikelihoodScorer:
             params: as the model stores them, on its mesh; also quantized.
             model_state: of the model.
             continuations: ids of contexts and continuations.
-            report: receives the number of continuations of each batch that is done.
 
         Returns:
             For each, the log-probability of the continuation in nats, and whether greedy choice would give it.
@@ -104,7 +101,6 @@ class LikelihoodScorer:
                 model_state,
                 _rows(members, *shape),
                 batch_size=self._batch_size or self._most_rows(*shape),
-                report=report,
             )
             for index, log_probability, is_greedy in zip(indices, log_probabilities_R, is_greedy_R, strict=True):
                 scores[index] = (float(log_probability), bool(is_greedy))

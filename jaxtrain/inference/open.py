@@ -5,7 +5,6 @@ Predict, sample, serve, eval and export of the command line open theirs here.
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +22,14 @@ from jaxtrain.config.model import published_from
 from jaxtrain.config.published import published_settings
 from jaxtrain.data import Data, Tokenizer, open_data
 from jaxtrain.data.chat.templates import ChatFormat, files_beside, format_of_reading
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import ConfigError
 from jaxtrain.families.bert import read_sentence_head
 from jaxtrain.formats.hub import is_published, published_place
 from jaxtrain.formats.peft_reading import CONFIG, is_adapter_folder, open_adapter_folder
 from jaxtrain.inference.opened import OpenedModel
-from jaxtrain.inference.prompts import Served, SpecialTokens, decoder_of
-from jaxtrain.inference.published import kept_published, read_texts, read_tokenizer, tokenizer_file
+from jaxtrain.inference.prompts import SpecialTokens
+from jaxtrain.inference.published import TOKENIZER_FILE, kept_published, read_texts, read_tokenizer
 from jaxtrain.metrics.history import draw_history, last_evaluation, read_history
-from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
@@ -131,13 +129,10 @@ def _published_config(path: Path, overrides: Sequence[str] | Mapping[str, Any], 
         tree["finetune"] = {"adapter": str(adapter)}
     if jax.default_backend() != "cpu":
         tree["precision"] = {"policy": "bf16_pure"}
-    loaded = _load(tree, overrides, origin="the published model")
-    if any(key.startswith("model.head") for key in _overridden(loaded)):
-        return loaded.config
-    head = read_sentence_head(path, published_settings(str(path)))
-    if head is None:
-        return loaded.config
-    group["head"] = head
+    if not any(key.startswith("model.head") for key in overrides):
+        head = read_sentence_head(path, published_settings(str(path)))
+        if head is not None:
+            group["head"] = head
     return _load(tree, overrides, origin="the published model").config
 
 
@@ -201,7 +196,7 @@ def open_run(
         own_task=task,
         mesh=mesh,
         quantize=quantize,
-        has_other_data=any(key.partition(".")[0] == "data" for key in _overridden(loaded)),
+        has_other_data=any(key.startswith("data.") for key in _overridden(loaded)),
         report=report,
     )
 
@@ -213,9 +208,7 @@ def saved_config(run_dir: str | Path, *, overrides: Sequence[str] | Mapping[str,
     for group, keys in _NOT_KEPT.items():
         if isinstance(saved.get(group), dict):
             saved[group] = {key: value for key, value in saved[group].items() if key not in keys}
-    fraction = (saved.pop("parallel", None) or {}).get("max_replicated_fraction")
-    if fraction is not None:
-        saved["parallel"] = {"max_replicated_fraction": fraction}
+    saved.pop("parallel", None)
     loaded = _load(saved, overrides, origin="run.json")
     overridden = _overridden(loaded)
     data = loaded.config.data
@@ -225,11 +218,8 @@ def saved_config(run_dir: str | Path, *, overrides: Sequence[str] | Mapping[str,
     tokenizer = getattr(data, "tokenizer", None)
     if tokenizer is None or any(key.startswith("data.tokenizer") for key in overridden):
         return loaded
-    try:
-        file = tokenizer_file(Path(run_dir), info)
-    except DataError:  # reported where the tokenizer is needed
-        return loaded
-    if file is None:
+    file = Path(run_dir) / TOKENIZER_FILE
+    if not file.is_file():
         return loaded
     tokenizer = tokenizer.model_copy(update={"kind": "file", "path": str(file)})
     data = data.model_copy(update={"tokenizer": tokenizer})
@@ -262,10 +252,6 @@ class OpenedRun(OpenedModel):
         if self.requested_step is None:
             return str(self.path)
         return str(checkpoint_folder(self.path) / str(self.requested_step))
-
-    def __repr__(self) -> str:
-        steps = ", ".join(map(str, self.checkpoints[-5:])) or "none"
-        return f"Run {run_text(self.path)}\n  checkpoints: {steps}"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -325,7 +311,7 @@ class OpenedRun(OpenedModel):
         form = format_of_reading(self.reading)
         # Rows of plain text have no beginning of text, so that a model that was trained on them gets none either.
         added = form is not None or self.status == "imported"
-        files = files_beside(self.path / "tokenizer.json")
+        files = files_beside(self.path / TOKENIZER_FILE)
         published_form, special = read_texts(files, self.tokenizer, where=str(self.path), added=added)
         return form or published_form, special
 
@@ -402,21 +388,3 @@ class OpenedRun(OpenedModel):
                 f"{self.path} was trained with {part} ({name}) from Python, which its config does not describe: write "
                 f"{remedy}"
             )
-
-
-def open_served(path: str | Path, *, name: str | None = None, **how: Any) -> Served:
-    """Open a model for the server, by `open_model`; `name` is what clients call it, None: the last part of the path."""
-    opened = open_model(path, **how)
-    tokenizer = opened.text_tokenizer()
-    decoder_of(opened.sharded_model.model, has_encoder=False)
-    return Served(
-        name=name or Path(str(path).partition("@")[0]).resolve().name.removesuffix(".gguf"),
-        sharded_model=opened.sharded_model,
-        tokenizer=tokenizer,
-        params=opened.params,
-        model_state=opened.model_state,
-        chat=opened.chat,
-        created=int(time.time()),
-        special=opened.special,
-        step=opened.step,
-    )

@@ -9,7 +9,6 @@ from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -25,7 +24,7 @@ from jaxtrain.families.family import label_names
 from jaxtrain.formats.hub import read_published_config, tokenizer_origin
 from jaxtrain.formats.rows import Entry
 from jaxtrain.inference.decoding import Writing
-from jaxtrain.inference.generate import Written, write_texts
+from jaxtrain.inference.generate import Written, joined, write_texts
 from jaxtrain.inference.predict import (
     Predictor,
     answer_kind,
@@ -39,8 +38,7 @@ from jaxtrain.inference.prompts import SpecialTokens
 from jaxtrain.inference.published import read_texts, texts_beside
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.metrics.evaluation import TO_HOLD_OUT, Evaluator, dividing_batch, evaluate_batches, held_out_batches
-from jaxtrain.metrics.format import format_bytes
-from jaxtrain.models.adapters import quantize, quantized_bytes
+from jaxtrain.models.adapters import quantize
 from jaxtrain.models.model import ModelState, Params, parameter_shapes
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
@@ -122,18 +120,9 @@ class OpenedModel:
 
     def _quantized(self, params: Params) -> Params:
         """Parameters with the kernels of linear layers in the format `quantize`, on their devices."""
-        format = self.quantize
-        if format is None:
+        if self.quantize is None:
             return params
-        model = self.sharded_model
-        small = jax.jit(lambda params: quantize(params, model.model, format))(params)
-        compute_dtype = jnp.dtype(model.policy.compute_dtype)
-        after, before = quantized_bytes(small, compute_dtype)
-        self.report(
-            f"{format}: linear layers of {format_bytes(after)} instead of {format_bytes(before)} in "
-            f"{compute_dtype.name}"
-        )
-        return small
+        return jax.jit(functools.partial(quantize, model=self.sharded_model.model, format=self.quantize))(params)
 
     @property
     def step(self) -> int | None:
@@ -260,7 +249,7 @@ class OpenedModel:
 
         Returns:
             NumPy arrays [rows, ...] in the structure of the model's outputs (logits of a classifier); floats are
-            float32. Of several outputs, `logits` alone; None stands for an output without rows.
+            float32. Of several outputs, `logits` alone.
 
         Raises:
             ConfigError: a model from Python was not given.
@@ -283,22 +272,18 @@ class OpenedModel:
             DataError: the file or a row of it is not what the model reads.
         """
         kind = answer_kind(self.config.model, self.info)
-        if kind is None:
+        # Its rows have several classes, and so no `classes`.
+        is_multi_label = self.published_config.get("problem_type") == "multi_label_classification"
+        if kind is None or (is_multi_label and self.classes is None):
             raise ConfigError(
                 f"{self.path} gives no class, number or embedding per row of a file; jaxtrain sample continues "
                 "texts, and jaxtrain.open_model(...).predict(array) gives the outputs of any model"
             )
         if probabilities and kind != "class":
             raise ConfigError(f"{self.path} predicts {kind}s, which have no probabilities; leave --probabilities out")
-        classes = self.classes
-        if kind == "class" and classes is None:
-            classes = label_names(self.published_config)
-            if self.published_config.get("problem_type") == "multi_label_classification":
-                raise ConfigError(f"{self.path} gives several classes per row; predict(array) gives their logits")
+        classes = self.classes or label_names(self.published_config)
         rows, files = read_file_rows(Path(path).expanduser(), self.config, self.trained_on, self.tokenizer)
         outputs = self.predict(rows, batch_size=batch_size)
-        if not isinstance(outputs, np.ndarray):
-            raise ConfigError(f"{self.path} gives several outputs and none is 'logits'; use predict(array)")
         return answers(outputs, kind, classes, files, probabilities=probabilities)
 
     def sample(
@@ -326,10 +311,8 @@ class OpenedModel:
             ConfigError: the model writes no text, or an option is out of range.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        results = [""] * len(texts)
         writing = Writing(new_tokens, Sampling(**sampling), seed)
-        for piece in self.write(texts, writing, chat=chat):
-            results[piece.row] += piece.text
+        results = joined(self.write(texts, writing, chat=chat), len(texts))
         return results[0] if isinstance(prompts, str) else results
 
     def write(self, texts: Sequence[str], writing: Writing, *, chat: bool = False) -> Iterator[Written]:

@@ -78,7 +78,6 @@ class Predictor:
         rows: grain.MapDataset,
         *,
         batch_size: int,
-        report: Callable[[int], None] = lambda count: None,
     ) -> Any:
         """Return the outputs of all rows, NumPy arrays [rows, ...].
 
@@ -86,7 +85,6 @@ class Predictor:
             params, model_state: of the model.
             rows: whose entry `inputs` is read.
             batch_size: most rows at once; it is rounded up to divide by the mesh.
-            report: receives the number of rows of each batch that is done.
         """
         layout = self._sharded_model.layout
         shards = batch_shards(layout.mesh.shape, layout.rules["batch"])
@@ -104,20 +102,9 @@ class Predictor:
         parts = []
         for k in range(len(batches)):
             batch = batches.load(k, shardings, check=check)
-            outputs = jax.device_get(self._jitted(params, model_state, batch["inputs"]))
-            count = min(size, len(rows) - k * size)
-            parts.append(_first_rows(outputs, size, count))
-            report(count)
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _first_rows(outputs: Any, size: int, count: int) -> Any:
-    """The first `count` rows of outputs, and None for an output that has no `size` rows."""
-
-    def first(leaf: np.ndarray) -> np.ndarray | None:
-        return leaf[:count] if leaf.shape[:1] == (size,) else None
-
-    return jax.tree.map(first, outputs)
+            parts.append(jax.device_get(self._jitted(params, model_state, batch["inputs"])))
+        # The last batch is filled up.
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(rows)], *parts)
 
 
 def model_outputs(sharded_model: ShardedModel, params: Params, model_state: ModelState, inputs: Any) -> Any:
@@ -155,8 +142,6 @@ def input_rows(inputs: Any, trained_on: Mapping[str, Any], *, max_length: int | 
     reading = trained_on.get("reading") or {}
     check_read_alike(inputs, reading)
     if isinstance(inputs, Data):
-        if inputs.validation is not None:
-            raise DataError("this Data has two sets; write run.predict(data.validation), or data.train")
         inputs = inputs.train
     if isinstance(inputs, grain.MapDataset):
         return inputs
@@ -216,13 +201,8 @@ def read_file_rows(
         tokens = framed_tokens(tokenizer, getattr(data, "tokenizer", None))
         return text_rows(tokens, texts, sequence_length=shape[-1]), None
     # Rows of a published model are as long as the longest text needs.
-    rows = text_rows(
-        framed_tokens(tokenizer, None),
-        texts,
-        sequence_length=getattr(config.model, "max_sequence_length", 0),
-        fit=True,
-    )
-    return rows, None
+    tokens = framed_tokens(tokenizer, None)
+    return text_rows(tokens, texts, sequence_length=getattr(config.model, "max_sequence_length", 0), fit=True), None
 
 
 def _read_texts(data: Group, path: Path) -> list[list[str]]:

@@ -4,6 +4,7 @@ Shapes: B prompts, P longest prompt.
 """
 
 import datetime
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,7 @@ from jaxtrain.data.chat.templates import ChatEncoder, ChatFormat, compile_templa
 from jaxtrain.data.sources.texts import Frame, fill_frame, make_frame
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, special_ids
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.model import Decoder, Model, ModelState, Params
-from jaxtrain.models.sharded import ShardedModel
+from jaxtrain.models.model import Decoder, Model
 
 # Prompts are padded to this many tokens times a power of two, so that few lengths are compiled for.
 _SHORTEST_PROMPT = 16
@@ -38,53 +38,6 @@ class SpecialTokens:
     named: Mapping[str, str] = field(default_factory=dict)
 
 
-NOTHING_SPECIAL = SpecialTokens()
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model that is asked: its parameters on their mesh, and how texts become its inputs.
-
-    Attributes:
-        name: what clients call it.
-        sharded_model: the model on its mesh.
-        params: in its shardings; also quantized.
-        model_state: what changes without a gradient.
-        tokenizer: between texts and ids.
-        chat: how conversations are written; None: the model has no chat template.
-        created: when it was opened, seconds since 1970.
-        special: what is known of its special tokens.
-        step: of the checkpoint of a run; None: it is no run.
-    """
-
-    name: str
-    sharded_model: ShardedModel
-    params: Params = field(repr=False)
-    model_state: ModelState = field(repr=False)
-    tokenizer: BpeTokenizer | ByteTokenizer
-    chat: ChatFormat | None
-    created: int
-    special: SpecialTokens = NOTHING_SPECIAL
-    step: int | None = None
-
-
-@dataclass(frozen=True)
-class EncoderPrompts:
-    """What stands around a prompt for an encoder, and after an output.
-
-    Attributes:
-        frame: special tokens around a prompt.
-        end: token after an output; None: there is none.
-    """
-
-    frame: Frame
-    end: int | None
-
-    def framed(self, ids: list[int]) -> list[int]:
-        """Return the ids of a prompt with what stands around it."""
-        return fill_frame(self.frame, [ids], len(ids) + self.frame.num_special)[0]
-
-
 def decoder_of(model: Model, *, has_encoder: bool = True) -> Decoder:
     """Return how the model generates; a ConfigError where it does not, or has an encoder that the caller refuses."""
     if model.decoder is None:
@@ -94,25 +47,16 @@ def decoder_of(model: Model, *, has_encoder: bool = True) -> Decoder:
     return model.decoder
 
 
-def text_ends(
-    tokenizer: Tokenizer, special: SpecialTokens = NOTHING_SPECIAL, chat: ChatFormat | None = None
-) -> set[int]:
-    """Return the ids at which a text ends: the end of text, those of the model, and those of its chat template."""
-    ends = set(special.stop)
-    if tokenizer.end_of_text is not None:
-        ends.add(tokenizer.end_of_text)
-    if chat is not None:
-        ends.update(chat.stop)
-    return ends
+def encoder_prompts(tokenizer: Tokenizer) -> tuple[Frame, int | None]:
+    """Return what stands around a prompt for an encoder, and the token after an output (None: there is none).
 
-
-def encoder_prompts(tokenizer: Tokenizer) -> EncoderPrompts:
-    """Return how a tokenizer's prompts are framed: by its own file, or by its special tokens of the usual names."""
+    The tokenizer's own file says it, or its special tokens of the usual names.
+    """
     if not isinstance(tokenizer, NamedTokens):
-        return EncoderPrompts(Frame((("first", 0),)), tokenizer.end_of_text)
+        return Frame((("first", 0),)), tokenizer.end_of_text
     special = special_ids(tokenizer, None)
     end = tokenizer.end_of_text if special.end is None else special.end
-    return EncoderPrompts(make_frame(tokenizer, special, pair=False), end)
+    return make_frame(tokenizer, special, pair=False), end
 
 
 def tokens_before(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -124,11 +68,6 @@ def tokens_before(tokenizer: Tokenizer) -> tuple[int, ...]:
                 break
             tokens.append(entry)
     return tuple(tokens)
-
-
-def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that no text has, as far as the tokenizer says."""
-    return frozenset(tokenizer.special_ids() if isinstance(tokenizer, NamedTokens) else ())
 
 
 def encode_prompts(
@@ -147,54 +86,98 @@ def encode_prompts(
         What the model reads, int32 [length] each, none empty, and the ids that end a text.
 
     Raises:
-        ConfigError: the model does not generate, or a prompt is not text (an argument that is not UTF-8).
+        ConfigError: the model does not generate.
     """
-    framing = None
-    ends = text_ends(tokenizer)
+    frame = None
+    end = tokenizer.end_of_text
     if decoder_of(model).encode is not None:
-        framing = encoder_prompts(tokenizer)
-        ends = set() if framing.end is None else {framing.end}
+        frame, end = encoder_prompts(tokenizer)
     leading = tokens_before(tokenizer) if add_special_tokens else ()
     encoded = []
     for prompt in prompts:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ConfigError(f"the prompt {prompt[:30]!a} has an invalid character; give text in UTF-8")
         ids = np.asarray(tokenizer.encode(prompt)).tolist()
-        ids = [*leading, *ids] if framing is None else framing.framed(ids)
+        if frame is None:
+            ids = [*leading, *ids]
+        else:
+            ids = fill_frame(frame, [ids], len(ids) + frame.num_special)[0]
         # Documents end with this token in training, so that a text follows it.
         encoded.append(np.array(ids or [tokenizer.end_of_text or 0], np.int32))
-    return encoded, ends
+    return encoded, set() if end is None else {end}
 
 
-def encode_questions(
-    tokenizer: Tokenizer, chat: ChatFormat, questions: Sequence[str]
-) -> tuple[list[np.ndarray], set[int]]:
-    """Turn questions, each a conversation of its own, into ids by a chat template, which writes all special tokens.
+class PromptReader:
+    """Makes prompts; safe to use from several threads.
 
-    Returns:
-        As `encode_prompts`.
+    Special tokens that a text spells are read as such, as other servers do it: clients write templates by hand.
+
+    Args:
+        tokenizer: that has a file.
+        chat: how conversations are written; None: the model has no chat template.
+        special: of the model.
+
+    Attributes:
+        tokenizer, chat: as given.
+        stop_tokens: ids at which the model stops.
+        special_tokens: text of each special token -> its id.
     """
-    assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
-    template = compile_template(chat, today=datetime.date.today())
-    texts = []
-    for question in questions:
-        conversation = Conversation("the question", ({"role": "user", "content": question},))
-        texts.append(render(template, conversation, prompt=True).text)
-    encoded = [chat_ids.ids for chat_ids in ChatEncoder(tokenizer).encode(texts)]
-    return encoded, text_ends(tokenizer, chat=chat)
+
+    def __init__(
+        self,
+        tokenizer: BpeTokenizer | ByteTokenizer,
+        chat: ChatFormat | None,
+        special: SpecialTokens,
+    ):
+        self.tokenizer = tokenizer
+        self._special = special
+        self.stop_tokens = frozenset(special.stop)
+        if tokenizer.end_of_text is not None:
+            self.stop_tokens |= {tokenizer.end_of_text}
+        if chat is not None:
+            self.stop_tokens |= set(chat.stop)
+            # Some templates write the date.
+            self._template = functools.cache(functools.partial(compile_template, chat))
+        self.special_tokens = {tokenizer.decode([token]): token for token in tokenizer.special_ids()}
+        self._encoder = ChatEncoder(tokenizer)
+        self.chat = chat
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, which may spell special tokens; none is added."""
+        (encoded,) = self._encoder.encode([text])
+        return encoded.ids.tolist()
+
+    def of_text(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Encode a text that is to be continued, after special tokens (None: if the model was trained so)."""
+        if add_special_tokens is None:
+            add_special_tokens = self._special.added
+        leading = tokens_before(self.tokenizer) if add_special_tokens else ()
+        # Something must stand before the first token; documents end with this one in training.
+        return (*leading, *self.encode(text)) or (self.tokenizer.end_of_text or 0,)
+
+    def write_chat(self, conversation: Conversation, *, prompt: bool = True) -> str:
+        """Write a conversation by the model's template, up to where the answer begins if it is a `prompt`.
+
+        Raises:
+            ConfigError: there is no template, or it fails.
+            DataError: the template refuses the conversation.
+        """
+        if self.chat is None:
+            raise ConfigError("the model has no chat template; ask in plain text")
+        return render(self._template(today=datetime.date.today()), conversation, prompt=prompt).text
+
+    def of_chat(self, conversation: Conversation) -> tuple[int, ...]:
+        """Encode a conversation that is to be answered; the template writes the special tokens itself."""
+        return tuple(self.encode(self.write_chat(conversation)))
 
 
 def padded_prompts(model: Model, encoded: Sequence[np.ndarray], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Put prompts into rows of one length int32 [B, P]; their own lengths are int32 [B].
 
     Raises:
-        ConfigError: there is no prompt, one is empty or holds an id that the vocabulary does not have, or prompts and
-            new tokens exceed the model's positions.
+        ConfigError: a prompt holds an id that the vocabulary does not have, or prompts and new tokens exceed the
+            model's positions.
     """
     decoder = decoder_of(model)
     lengths = [len(ids) for ids in encoded]
-    if not all(lengths):
-        raise ConfigError("each prompt takes at least one token")
     longest = max(lengths)
     largest = max(int(np.max(ids)) for ids in encoded)
     if model.vocab_size is not None and largest >= model.vocab_size:

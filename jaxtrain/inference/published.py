@@ -1,18 +1,13 @@
 """What a run keeps beside its checkpoints: its tokenizer, and of its published model what makes it one again."""
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxtrain.config import Config
 from jaxtrain.config.base import Group
-from jaxtrain.config.fits import fresh_parts
 from jaxtrain.config.model import published_from
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.data.chat.templates import (
@@ -23,9 +18,8 @@ from jaxtrain.data.chat.templates import (
     published_tokens,
 )
 from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, NamedTokens, json_beside
-from jaxtrain.errors import ConfigError, DataError, reading_published
-from jaxtrain.families.family import label_names
-from jaxtrain.formats.hub import read_published_config, tokenizer_origin
+from jaxtrain.errors import reading_published
+from jaxtrain.formats.hub import tokenizer_origin
 from jaxtrain.inference.prompts import SpecialTokens, encoder_prompts
 from jaxtrain.models.model import Model
 from jaxtrain.runtime.files import write_json_atomic
@@ -33,7 +27,6 @@ from jaxtrain.weights.read import open_published
 from jaxtrain.weights.write import SETTINGS, TEMPLATE, TEXT_FILES, Origin, Texts, saved_dtypes, write_files
 
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_DIGEST = "tokenizer_sha256"  # of that file, in run.json
 # Folder of a run: config.json and the tokenizer files of the model that it started from.
 FOLDER = "published"
 _RECORD = "origin.json"
@@ -83,53 +76,17 @@ def kept_published(run_dir: Path) -> Origin | None:
     return Origin(config, files, record["dtypes"])
 
 
-def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
-    """Raise where a published head that a run starts from has the classes of its data in another order."""
-    path = published_from(config.model)
-    if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
-        return
-    names = label_names(read_published_config(Path(path)))
-    if names is None or tuple(classes) == names or sorted(classes) != sorted(names):
-        return
-    published_order = ", ".join(names[:3])
-    order = ", ".join(classes[:3])
-    raise ConfigError(
-        f"the head of {path} numbers its classes {published_order}, ..., but the data {order}, ...; write them as "
-        f"numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
-    )
-
-
-def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> str:
-    """Write tokenizer.json into the directory of a run; returns the digest of the file."""
+def keep_tokenizer(run_dir: Path, tokenizer: Tokenizer) -> None:
+    """Write tokenizer.json into the directory of a run."""
     temporary = run_dir / f".{TOKENIZER_FILE}.{os.getpid()}.tmp"
     tokenizer.save(temporary)
     temporary.replace(run_dir / TOKENIZER_FILE)
-    return _digest(run_dir / TOKENIZER_FILE)
-
-
-def tokenizer_file(run_dir: Path, info: Mapping[str, Any]) -> Path | None:
-    """The intact tokenizer file of a run; None: the run has none."""
-    path = run_dir / TOKENIZER_FILE
-    digest = info.get(TOKENIZER_DIGEST)
-    if not path.is_file():
-        if digest is None:
-            return None
-        state = "is gone"
-    elif digest is None or _digest(path) == digest:
-        return path
-    else:
-        state = "is damaged, or not the run's"
-    raise DataError(f"{path} {state}; run 'jaxtrain train {run_dir}' again, which writes it from the data of the run")
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read_tokenizer(run_dir: Path, info: Mapping[str, Any]) -> Tokenizer | None:
-    """Read the tokenizer of a run; see `tokenizer_file`."""
-    path = tokenizer_file(run_dir, info)
-    if path is None:
+    """Read the tokenizer of a run; None: the run has none."""
+    path = run_dir / TOKENIZER_FILE
+    if not path.is_file():
         return None
     tokenizer = load_tokenizer(path)
     data = info.get("data") or {}
@@ -169,9 +126,8 @@ def read_texts(
         return None, SpecialTokens(added)
     with reading_published(f"what is beside the tokenizer of {where}"):
         names, stop = published_tokens(files, tokenizer)
-        stop = tuple(np.array(stop, np.int32).tolist())
         names = {name: text for name, text in names.items() if tokenizer.token_id(text) is not None}
-        return published_format(files, where, tokenizer), SpecialTokens(added, stop, names)
+        return published_format(files, where, tokenizer), SpecialTokens(added, tuple(map(int, stop)), names)
 
 
 def exported_texts(
@@ -197,7 +153,7 @@ def exported_texts(
     if origin is not None and TOKENIZER_FILE in origin.files:
         return Texts()
     if model.decoder.encode is not None:
-        end = encoder_prompts(tokenizer).end
+        _, end = encoder_prompts(tokenizer)
     tokens = {}
     if end is not None:
         name = tokenizer.decode([end])

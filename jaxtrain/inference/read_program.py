@@ -13,32 +13,27 @@ import jax
 import numpy as np
 from jax import export
 
-_DTYPES = {"F": "float", "I": "int", "U": "uint"}
-_OTHERS = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
-
-
-def read_weights(file: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors file by name; no byte is read before it is used."""
-    content = np.memmap(file, np.uint8, "r")
-    start = 8 + int(content[:8].view("<u8")[0])
-    entries = json.loads(bytes(content[8:start]))
-    entries.pop("__metadata__", None)
-    arrays = {}
-    for name, entry in entries.items():
-        kind = entry["dtype"]
-        dtype = jax.numpy.dtype(_OTHERS.get(kind) or _DTYPES[kind[0]] + kind[1:])
-        begin, end = entry["data_offsets"]
-        raw = np.asarray(content[start + begin : start + end])
-        arrays[name] = raw.view(dtype).reshape(entry["shape"])
-    return arrays
-
 
 def load(folder: str | Path) -> Callable[[Mapping[str, Any]], dict[str, jax.Array]]:
     """Return the program as a function of named inputs; its first call for a batch size compiles it."""
     program = export.deserialize(bytearray((Path(folder) / "forward.bin").read_bytes()))
-    weights = jax.device_put(read_weights(Path(folder) / "weights.safetensors"))
+    weights = jax.device_put(read_weights(folder, program))
     forward = jax.jit(program.call)
     return lambda inputs: forward(weights, dict(inputs))
+
+
+def read_weights(folder: str | Path, program: export.Exported) -> dict[str, np.ndarray]:
+    """Return the first argument of the program, the arrays of weights.safetensors by name."""
+    content = np.memmap(Path(folder) / "weights.safetensors", np.uint8, "r")
+    start = 8 + int(content[:8].view("<u8")[0])
+    entries = json.loads(bytes(content[8:start]))
+    (specs, _), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    arrays = {}
+    for name, spec in specs.items():
+        begin, end = entries[name]["data_offsets"]
+        raw = np.asarray(content[start + begin : start + end])
+        arrays[name] = raw.view(spec.dtype).reshape(spec.shape)
+    return arrays
 
 
 if __name__ == "__main__":

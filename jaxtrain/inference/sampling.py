@@ -4,7 +4,7 @@ Shapes: S rows, V vocabulary, T alternatives that are reported.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ class RowSampling:
 
     Attributes:
         temperature: float32; 0 is greedy.
-        top_k: int32; 0: all tokens.
+        top_k: float32; 0: all tokens.
         top_p: float32, above 0; 1: all tokens.
         min_p: float32; 0: all tokens.
         repetition: float32; 1: no penalty.
@@ -113,22 +113,23 @@ def row_sampling(samplings: Sequence[Sampling], seeds: Sequence[int], rows: Sequ
         rows: number of each row among those with its seed; None: 0 for each.
     """
 
-    def floats(values: Iterable[float]) -> np.ndarray:
-        return np.fromiter(values, np.float32)
-
-    if rows is None:
-        rows = [0] * len(seeds)
-    return RowSampling(
-        temperature=floats(sampling.temperature for sampling in samplings),
-        top_k=np.array([sampling.top_k or 0 for sampling in samplings], np.int32),
-        top_p=floats(sampling.top_p or 1.0 for sampling in samplings),
-        min_p=floats(sampling.min_p or 0.0 for sampling in samplings),
-        repetition=floats(sampling.repetition_penalty for sampling in samplings),
-        presence=floats(sampling.presence_penalty for sampling in samplings),
-        frequency=floats(sampling.frequency_penalty for sampling in samplings),
-        seed=np.array([seed % 2**32 for seed in seeds], np.uint32),
-        row=np.array(rows, np.uint32),
-    )
+    settings = []
+    for sampling in samplings:
+        settings.append(
+            (
+                sampling.temperature,
+                sampling.top_k or 0,
+                sampling.top_p or 1,
+                sampling.min_p or 0,
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            )
+        )
+    columns = np.array(settings, np.float32).T
+    seed = np.array([seed % 2**32 for seed in seeds], np.uint32)
+    row = np.zeros_like(seed) if rows is None else np.array(rows, np.uint32)
+    return RowSampling(*columns.copy(), seed=seed, row=row)
 
 
 def choose_rows(
@@ -216,7 +217,7 @@ def _restricted(scaled_SV: jax.Array, rows: RowSampling) -> jax.Array:
     order_SV = _ordered_bits(scaled_SV)
     has_top_k_S = (rows.top_k > 0) & (rows.top_k < scaled_SV.shape[-1])
     ones_SV = jnp.ones_like(scaled_SV)
-    is_kept_SV = _most_likely(has_top_k_S, order_SV, ones_SV, rows.top_k.astype(jnp.float32))
+    is_kept_SV = _most_likely(has_top_k_S, order_SV, ones_SV, rows.top_k)
     # `top_p` is of the probabilities among what `top_k` left, `min_p` of the largest one, which always stays.
     weights_SV = jnp.where(is_kept_SV, jnp.exp(scaled_SV), 0.0)
     is_kept_SV &= weights_SV >= rows.min_p[:, None]

@@ -1,8 +1,5 @@
 """Portable programs: a model's forward pass as StableHLO for CPU, GPU and TPU, in a folder with its weights."""
 
-import datetime
-import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 
 from jaxtrain import __version__
-from jaxtrain.errors import ConfigError, UserError, first_line
+from jaxtrain.errors import ConfigError, first_line
 from jaxtrain.formats.safetensors import write_safetensors
+from jaxtrain.inference.predict import model_outputs
 from jaxtrain.models.model import ModelState, Params
 from jaxtrain.models.sharded import ShardedModel
-from jaxtrain.runtime.files import strict_json
-from jaxtrain.runtime.tree import path_name
+from jaxtrain.runtime.files import write_json_atomic
+from jaxtrain.runtime.tree import path_name, paths_of
+from jaxtrain.weights.write import name_folder, partial_folder, partial_of
 
 FILES = ("forward.bin", "weights.safetensors", "program.json", "read.py")
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -35,25 +33,18 @@ _WINDOW = "jax reads the program for 6 months after it was made; keep the run, f
 class Program:
     """A program (weights and inputs by name -> outputs by name) and its weights, `params/...` and `model_state/...`.
 
-    `batch` is the number of rows of a call (None: any), and `reason` says why it is fixed although none was asked for.
+    `batch` is the number of rows of a call; None: any.
     """
 
     exported: export.Exported
     weights: dict[str, np.ndarray]
     batch: int | None
-    reason: str | None
 
 
 def check_flatbuffers() -> None:
     """Raise a ConfigError where the package is missing with which jax writes programs."""
     if find_spec("flatbuffers") is None:
         raise ConfigError("--to stablehlo needs flatbuffers; run pip install '.[export]'")
-
-
-def check_folder(folder: Path) -> None:
-    """Raise a ConfigError where a folder for a program exists and is not empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty; use a new folder")
 
 
 def make_program(
@@ -71,7 +62,7 @@ def make_program(
         params, model_state: of this model.
         rows: name -> shape and dtype of one row of the inputs. The one name `inputs` stands for an array alone, and
             other names for the entries of a dict.
-        batch: rows of a call; None: any number, or 1 where the model's program depends on it.
+        batch: rows of a call; None: any number.
 
     Raises:
         ConfigError: the model cannot be exported: jax's own reason is in the message.
@@ -81,86 +72,55 @@ def make_program(
 
     def forward(weights: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         tree = jax.tree.unflatten(structure, [weights[path_name(path)] for path, _ in leaves])
-        is_array = list(inputs) == ["inputs"]
-        with sharded_model.context():
-            outputs, _ = sharded_model.apply(
-                tree["params"],
-                tree["model_state"],
-                inputs["inputs"] if is_array else dict(inputs),
-                key=None,
-                train=False,
-            )
-        return _by_name(outputs)
+        rows = inputs["inputs"] if list(inputs) == ["inputs"] else dict(inputs)
+        outputs = model_outputs(sharded_model, tree["params"], tree["model_state"], rows)
+        return paths_of(outputs if isinstance(outputs, Mapping) else {"outputs": outputs})
 
-    def export_for(size: Any) -> export.Exported:
-        inputs = {name: jax.ShapeDtypeStruct((size, *row.shape), row.dtype) for name, row in rows.items()}
-        shapes = jax.tree.map(jax.typeof, weights)
-        return export.export(jax.jit(forward), platforms=PLATFORMS)(shapes, inputs)
-
-    reason = None
-    if batch is None:
-        try:
-            return Program(export_for(export.symbolic_shape(BATCH)[0]), weights, None, None)
-        except Exception as error:  # shapes without a number raise whatever code that asks for one raises
-            cause = error.__cause__ if isinstance(error, UserError) else None
-            reason = first_line(cause or error)
-            batch = 1
+    size = batch or export.symbolic_shape(BATCH)[0]
+    inputs = {name: jax.ShapeDtypeStruct((size, *row.shape), row.dtype) for name, row in rows.items()}
     try:
-        return Program(export_for(batch), weights, batch, reason)
+        exported = export.export(jax.jit(forward), platforms=PLATFORMS)(jax.tree.map(jax.typeof, weights), inputs)
     except Exception as error:  # jax refuses what it does not keep stable in several types
-        raise ConfigError(f"{sharded_model.model.name} has no portable program: {first_line(error)}") from error
+        raise ConfigError(
+            f"{sharded_model.model.name} has no portable program for {batch or 'any number of'} rows: "
+            f"{first_line(error)}; a mixture of experts needs --batch N"
+        ) from error
+    return Program(exported, weights, batch)
 
 
 def write_program(folder: Path, program: Program, *, about: Mapping[str, Any]) -> None:
     """Write a program; the folder appears when it is complete.
 
     Args:
-        folder: which does not exist, or is empty; see `check_folder`.
+        folder: which does not exist, or is empty.
         program: what to write.
         about: further entries of program.json: what the outputs mean, and how inputs are made.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder is not empty, or cannot be made.
     """
-    path = folder.resolve()  # the name of "." is that of the folder that it stands for
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
+    partial = partial_of(folder)
+    with partial_folder(folder):
         (partial / "forward.bin").write_bytes(program.exported.serialize(vjp_order=0))
         shapes = {name: (array.shape, array.dtype) for name, array in program.weights.items()}
         write_safetensors(partial / "weights.safetensors", shapes, program.weights.items())
-        description = strict_json({**_described(program), **about})
-        text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False)
-        (partial / "program.json").write_text(text + "\n", encoding="utf-8")
+        write_json_atomic(partial / "program.json", {**_described(program), **about})
         shutil.copyfile(Path(__file__).with_name("read_program.py"), partial / "read.py")
-        partial.rename(path)  # which may be an empty folder
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ({error.strerror or error}); name another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        name_folder(folder, last="program.json")
 
 
 def _described(program: Program) -> dict[str, Any]:
     """Return what program.json says of any program."""
     exported = program.exported
     (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    description: dict[str, Any] = {
+    return {
         "inputs": _specs(inputs),
         "outputs": _specs(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
         "rows_per_call": program.batch or BATCH,
         "platforms": list(PLATFORMS),
-        "weights": {
-            "tensors": len(program.weights),
-            "bytes": sum(array.nbytes for array in program.weights.values()),
-        },
         "made_with": {"jaxtrain": __version__, "jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "made_on": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "compatibility": _WINDOW,
-        "read_by": "python read.py INPUTS.npz OUTPUTS.npz, with jax and flatbuffers",
     }
-    if program.reason is not None:
-        description["rows_are_fixed_because"] = program.reason
-    return description
 
 
 def _specs(avals: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,16 +130,3 @@ def _specs(avals: Mapping[str, Any]) -> dict[str, Any]:
         shape = [size if isinstance(size, int) else str(size) for size in aval.shape]
         specs[name] = {"shape": shape, "dtype": aval.dtype.name}
     return specs
-
-
-def _by_name(outputs: Any) -> dict[str, jax.Array]:
-    """Return the outputs by name, in float32 where they are floats: NumPy has no bfloat16 of its own."""
-    if not isinstance(outputs, Mapping):
-        outputs = {"outputs": outputs}
-    elif "logits" in outputs:
-        outputs = {"logits": outputs["logits"]}  # what else a model with experts gives is for its loss
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        named[path_name(path)] = leaf.astype(jnp.float32) if is_float else leaf
-    return named

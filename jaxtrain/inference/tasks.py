@@ -1,7 +1,6 @@
 """Tasks of lm-eval-harness, asked of a run or of a published model."""
 
 import contextlib
-import difflib
 import importlib.util
 import logging
 import os
@@ -82,15 +81,12 @@ def _find_tasks(tasks: Sequence[str]) -> tuple[list[str], Any]:
     manager = TaskManager(include_defaults=len(files) < len(tasks))
     names = []
     for task in tasks:
-        file = Path(task).expanduser().resolve()
-        if task in files and file.is_file():
-            names.append(str(file))
+        if task in files:
+            names.append(str(Path(task).expanduser().resolve()))
         elif task in manager.task_index:
             names.append(task)
         else:
-            close = difflib.get_close_matches(task, manager.all_tasks, 1)
-            guess = f"did you mean {close[0]}?" if close else "give a .yaml file, or a name of 'lm-eval ls tasks'"
-            raise ConfigError(f"--tasks {task}: there is no such file or task; {guess}")
+            raise ConfigError(f"--tasks {task}: no such task; give a .yaml file, or a name of 'lm-eval ls tasks'")
     return names, manager
 
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.config.secrets import redacted
 from jaxtrain.errors import ConfigError, StorageError
-from jaxtrain.inference.published import TOKENIZER_DIGEST, keep_published, keep_tokenizer
+from jaxtrain.inference.published import keep_published, keep_tokenizer
 from jaxtrain.metrics.media import sorted_values
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.report.page import write_report
@@ -70,7 +70,7 @@ class RunRecord:
         tokenizer = self._run.data.tokenizer
         try:
             if tokenizer is not None:
-                self._info[TOKENIZER_DIGEST] = keep_tokenizer(self._run_dir, tokenizer)
+                keep_tokenizer(self._run_dir, tokenizer)
             self._write_info(self._info)
         except OSError as error:
             raise StorageError(

@@ -3,7 +3,7 @@
 from jaxtrain.data.chat.templates import format_of_reading
 from jaxtrain.errors import UserError
 from jaxtrain.inference.decoding import Writing
-from jaxtrain.inference.generate import whole_texts
+from jaxtrain.inference.generate import joined, write_texts
 from jaxtrain.inference.prompts import room_for_new_tokens
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.metrics.progress import Progress
@@ -29,7 +29,8 @@ def sample_text(run: Run, state: TrainState, progress: Progress) -> str | None:
             # Rows of plain text have no special tokens.
             sampling = Sampling(settings.sample_temperature)
             writing = Writing(new_tokens, sampling, run.config.seed, add_special_tokens=False)
-            (text,) = whole_texts(model, state.evaluation_params, tokenizer, [prompt], writing, chat)
+            written = write_texts(model, state.evaluation_params, tokenizer, [prompt], writing, chat)
+            (text,) = joined(written, 1)
             return text if chat is None else f"{prompt}\n\n{text}"
     except UserError as error:  # the run is done: it is not lost over its sample
         progress.message(f"no sample: {error}")

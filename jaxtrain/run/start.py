@@ -12,7 +12,6 @@ from jaxtrain.config.fits import check_fits, fresh_notes, fresh_parts
 from jaxtrain.config.model import published_from
 from jaxtrain.errors import ConfigError
 from jaxtrain.formats.hub import is_published
-from jaxtrain.inference.published import check_class_order
 from jaxtrain.run.assemble import Run
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -46,8 +45,6 @@ def start_notes(run: Run) -> list[str]:
             "ones; set model.from to a published model, or leave the group finetune out to train all weights"
         )
     check_fits(model)
-    if spec.params is None and not spec.skip:
-        check_class_order(run.config, (run.data.reading or {}).get("classes"))
     return fresh_notes(model)
 
 

@@ -11,14 +11,14 @@ import uvicorn
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.engine.request import Emitted, EngineCounters, EngineFull, OnEvent, Request, Ticket
+from jaxtrain.inference.prompts import PromptReader, SpecialTokens
 from jaxtrain.inference.server.app import Service, build_app
-from jaxtrain.inference.server.bodies import PromptReader
 from jaxtrain.inference.server.serve import address_of, bind
 
 TOKENIZER = ByteTokenizer(("<|im_start|>", "<|im_end|>"))
 START, END = 256, 257
 CHAT = ChatFormat(BUILT_IN["chatml"], "chatml", {"eos_token": "<|im_end|>"}, (END,))
-READER = PromptReader(TOKENIZER, CHAT)
+READER = PromptReader(TOKENIZER, CHAT, SpecialTokens())
 LENGTH = 64
 
 
@@ -69,7 +69,7 @@ class ScriptedEngine:
 def service(engine: Any, **changed: Any) -> Service:
     """A service over bytes, whose bodies may have 20,000 bytes."""
     settings = {"name": "tiny", "created": 1, "reader": READER, "engine": engine, "length": LENGTH}
-    return Service(**{**settings, "max_answers": 16, "body_bytes": 20_000, "body_seconds": 1.0, **changed})
+    return Service(**{**settings, "body_bytes": 20_000, **changed})
 
 
 @contextmanager

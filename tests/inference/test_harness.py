@@ -93,18 +93,18 @@ def test_answers_end_before_the_first_stop_and_batches_do_not_matter(opened, mod
     long = ("a" * 40, {"max_gen_toks": 5})
     mixed = model.generate_until(requests("generate_until", long, (contexts[0], {"max_gen_toks": 5, "until": "x"})))
     assert mixed[0] == answer(["a" * (LENGTH - 5)])[0]
-    with pytest.raises(ConfigError, match="generation_kwargs of the task t: num_beams is not supported"):
+    with pytest.raises(ConfigError, match="generation_kwargs of a task: num_beams is not supported"):
         answer(contexts, num_beams=4)
 
 
 def test_settings_of_tasks():
-    writing = read_generation({"until": "\n", "max_tokens": 3}, task="t")
+    writing = read_generation({"until": "\n", "max_tokens": 3})
     assert (writing.stop, writing.new_tokens, writing.sampling) == (["\n"], 3, jt.Sampling(0.0))
-    assert read_generation({}, task="t").new_tokens == 256
-    assert read_generation({"do_sample": True}, task="t").sampling == jt.Sampling(1.0)
-    assert read_generation({"do_sample": False, "temperature": 0.7}, task="t").sampling == jt.Sampling(0.0)
+    assert read_generation({}).new_tokens == 256
+    assert read_generation({"do_sample": True}).sampling == jt.Sampling(1.0)
+    assert read_generation({"do_sample": False, "temperature": 0.7}).sampling == jt.Sampling(0.0)
     settings = {"temperature": 0.7, "top_k": 0, "top_p": 0.9}
-    assert read_generation(settings, task="t").sampling == jt.Sampling(0.7, None, 0.9)
+    assert read_generation(settings).sampling == jt.Sampling(0.7, None, 0.9)
 
 
 def test_a_first_token_is_put_before_contexts_once(tmp_path):

@@ -9,13 +9,13 @@ from scripted import CHAT, END, LENGTH, READER, TOKENIZER
 
 from jaxtrain.errors import DataError
 from jaxtrain.inference.engine.request import Emitted
+from jaxtrain.inference.prompts import PromptReader, SpecialTokens
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.inference.server.bodies import (
     Call,
     ChatBody,
     Choice,
     CompletionBody,
-    PromptReader,
     RefusedError,
     make_call,
     read_body,
@@ -29,11 +29,11 @@ def read(kind: Any, fields: dict[str, Any]) -> Any:
 
 
 def completion(**fields: Any) -> Call:
-    return make_call(read(CompletionBody, {"prompt": "Hi", **fields}), READER, length=LENGTH, max_answers=16)
+    return make_call(read(CompletionBody, {"prompt": "Hi", **fields}), READER, length=LENGTH)
 
 
 def chat(**fields: Any) -> Call:
-    return make_call(read(ChatBody, {"messages": HI, **fields}), READER, length=LENGTH, max_answers=16)
+    return make_call(read(ChatBody, {"messages": HI, **fields}), READER, length=LENGTH)
 
 
 NOT_JSON = {
@@ -53,11 +53,7 @@ def test_what_is_no_json_object_is_one_line(raw):
 # Fields of a body, the field that is named, and a part of the line.
 WRONG_COMPLETIONS = {
     "no prompt": ({"prompt": None}, "prompt", "required"),
-    "a misspelt field, and not the one that is missing for it": (
-        {"prompt": None, "promt": "a"},
-        "promt",
-        "not permitted",
-    ),
+    "a misspelt field": ({"temprature": 1.0}, "temprature", "not permitted"),
     "a number as prompt": ({"prompt": 1.5}, "prompt", "array"),
     "temperature NaN": ({"temperature": float("nan")}, "temperature", "finite"),
     "a bias of tokens": ({"logit_bias": {"5": 1}}, "logit_bias", "not permitted"),
@@ -119,7 +115,7 @@ def test_tools_and_calls_reach_the_template_as_in_training():
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
         "{{ m.content if m.content is not none }};{% endfor %}{% if not think %}!{% endif %}"
     )
-    reader = PromptReader(TOKENIZER, dataclasses.replace(CHAT, source=source))
+    reader = PromptReader(TOKENIZER, dataclasses.replace(CHAT, source=source), SpecialTokens())
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
     body = {
         "messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -127,7 +123,7 @@ def test_tools_and_calls_reach_the_template_as_in_training():
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         "chat_template_kwargs": {"think": False},
     }  # fmt: skip
-    (request,) = make_call(read(ChatBody, body), reader, length=256, max_answers=1).requests
+    (request,) = make_call(read(ChatBody, body), reader, length=256).requests
     assert TOKENIZER.decode(request.tokens) == 'f;user:Hi;assistant:{"a": null};tool:2;!'
 
 
@@ -155,29 +151,18 @@ def test_defaults_are_those_of_openai():
     assert request.new_tokens == LENGTH - len(request.tokens)  # all the room there is
 
 
-def test_what_does_not_fit_is_refused():
-    at_most = "a" * (LENGTH - 16)
-    assert completion(prompt=at_most).requests
-    for call in (lambda: completion(prompt=at_most + "a"), lambda: chat(messages=[{**HI[0], "content": "a" * LENGTH}])):
-        with pytest.raises(RefusedError, match="limit for both is 64 tokens") as caught:
-            call()
-        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
-    with pytest.raises(RefusedError, match="34 answers at a time; this server takes 16"):
-        completion(prompt=["a", "b"], n=17)
-
-
 def grown(call: Call, tokens: list[int], reason: str = "length") -> tuple[list[str], str | None, list[Any]]:
     """Texts of the pieces of an answer, why it ended, and its scored tokens."""
     choice = Choice(call, TOKENIZER)
     pieces = []
     for token in tokens:
         pieces.append(choice.feed(Emitted(token, -0.5, ((token, -0.5),)[: call.top or 0])))
-        if choice.finish_reason is not None:
+        if pieces[-1].finish_reason is not None:
             break
     else:
         pieces.append(choice.finish(reason))
-    scored = [(one.text, one.offset) for piece in pieces for one in piece.scored]
-    return [piece.text for piece in pieces if piece.text], choice.finish_reason, scored
+    scored = [score["token"] for piece in pieces for score in piece.scores]
+    return [piece.text for piece in pieces if piece.text], pieces[-1].finish_reason, scored
 
 
 GROWN = {
@@ -185,10 +170,10 @@ GROWN = {
     "a stop ends it": ({"stop": ["END"]}, "abENDcd", (["a", "b"], "stop", [])),
     "what may be a stop is held back": ({"stop": "END"}, "aENx", (["a", "ENx"], "length", [])),
     "every token is scored": (
-        {"stop": "EN", "logprobs": 0}, "aEN", (["a"], "stop", [("a", 0), ("E", 1), ("N", 2)]),
+        {"stop": "EN", "logprobs": 0}, "aEN", (["a"], "stop", ["a", "E", "N"]),
     ),
     "parts of a character": (
-        {"logprobs": 0}, "éa", (["é", "a"], "length", [("\ufffd", 0), ("\ufffd", 0), ("a", 1)]),
+        {"logprobs": 0}, "éa", (["é", "a"], "length", ["\ufffd", "\ufffd", "a"]),
     ),
     "a stop that is a special token": ({"stop": "<|im_start|>"}, [97, 256, 98], (["a"], "stop", [])),
 }  # fmt: skip
@@ -199,6 +184,6 @@ def test_tokens_become_pieces_of_text(fields, written, expected):
     assert grown(completion(**fields), list(written.encode() if isinstance(written, str) else written)) == expected
 
 
-def test_the_token_that_ends_is_scored_in_completions_alone():
-    assert grown(completion(logprobs=0), [97, END, 98]) == (["a"], "stop", [("a", 0), ("<|im_end|>", 1)])
-    assert grown(chat(logprobs=True), [97, END, 98]) == (["a"], "stop", [("a", 0)])
+@pytest.mark.parametrize("call", [completion(logprobs=0), chat(logprobs=True)], ids=["completion", "chat"])
+def test_the_token_that_ends_is_scored(call):
+    assert grown(call, [97, END, 98]) == (["a"], "stop", ["a", "<|im_end|>"])

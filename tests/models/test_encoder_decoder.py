@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.inference.decoding import generate_ids
-from jaxtrain.inference.prompts import encoder_prompts
+from jaxtrain.inference.prompts import encode_prompts
 from jaxtrain.inference.sampling import Sampling
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.models.model import Model
@@ -118,7 +118,8 @@ def test_greedy_outputs_are_those_of_the_likeliest_next_token():
 
 def test_a_prompt_is_framed_as_the_rows_of_training_are():
     """Its end stands after it, and the output ends before the end."""
-    framing = encoder_prompts(ByteTokenizer(("<pad>", "</s>")))
-    assert (framing.framed([97, 98]), framing.end) == ([97, 98, 257], 257)
-    plain = encoder_prompts(ByteTokenizer())
-    assert (plain.framed([97, 98]), plain.end) == ([97, 98], None)
+    model, _ = _model()
+    encoded, ends = encode_prompts(model, ByteTokenizer(("<pad>", "</s>")), ["ab"])
+    assert (encoded[0].tolist(), ends) == ([97, 98, 257], {257})
+    encoded, ends = encode_prompts(model, ByteTokenizer(), ["ab"])
+    assert (encoded[0].tolist(), ends) == ([97, 98], set())

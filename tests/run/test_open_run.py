@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.errors import CheckpointError, ConfigError, DataError, UserError
-from jaxtrain.inference.published import TOKENIZER_DIGEST, TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 
 CONFIG = {
     "task": "classification",
@@ -114,7 +112,6 @@ WRONG = {
     "text model": (lambda folder: jt.open_run(folder).sample("a"), "(model mlp) generates no text"),
     "one row": (of_rows(lambda inputs: inputs[0]), "the model mlp cannot be applied to inputs (float32[8, 8, 1])"),
     "no rows": (of_rows(lambda inputs: inputs[:0]), "the data has no rows"),
-    "two sets": (of_rows(lambda _: jt.open_data({"kind": "digits"})), "write run.predict(data.validation), or"),
 }
 
 
@@ -214,20 +211,3 @@ def test_tokens_of_any_length_and_text(tmp_path):
         with pytest.raises(UserError) as caught:
             run.predict(wrong)
         assert line in str(caught.value)
-
-
-def test_a_tokenizer_that_is_damaged_or_gone(tmp_path):
-    tokenizer, path = ByteTokenizer(["<a>"]), tmp_path / TOKENIZER_FILE
-    info = {TOKENIZER_DIGEST: keep_tokenizer(tmp_path, tokenizer)}
-    found = read_tokenizer(tmp_path, info)
-    assert isinstance(found, ByteTokenizer)
-    assert found.special == ("<a>",)
-    path.write_text('{"jaxtrain_tokenizer": "byte", "special": ["<x>"]}')
-    for state in ("is damaged, or not the run's", "is gone"):
-        with pytest.raises(
-            DataError, match=rf"tokenizer\.json {state}.*; run 'jaxtrain train .*' again, which writes it"
-        ):
-            read_tokenizer(tmp_path, info)
-        path.unlink(missing_ok=True)
-    assert keep_tokenizer(tmp_path, tokenizer) == info[TOKENIZER_DIGEST]
-    assert load_tokenizer(path).vocab_size == tokenizer.vocab_size

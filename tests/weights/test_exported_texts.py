@@ -13,8 +13,8 @@ from jaxtrain.config.published import settings_of
 from jaxtrain.data.chat.conversation import Conversation
 from jaxtrain.data.chat.templates import BUILT_IN, ChatFormat, compile_template, render
 from jaxtrain.data.tokenizer import build_tokenizer
-from jaxtrain.inference.open import open_served
-from jaxtrain.inference.prompts import text_ends
+from jaxtrain.inference.open import open_model
+from jaxtrain.inference.prompts import PromptReader, SpecialTokens
 from jaxtrain.inference.published import exported_texts
 from jaxtrain.run.import_run import import_run
 from jaxtrain.weights.write import Origin, Texts, companions, write_published
@@ -89,7 +89,7 @@ def asked(form, tokenizer):
     """How a question is written, and the ids at which its answer ends."""
     template = compile_template(form, today=datetime.date(2024, 7, 26))
     text = render(template, Conversation("here", ({"role": "user", "content": "Why?"},)), prompt=True).text
-    return text, text_ends(tokenizer, chat=form)
+    return text, PromptReader(tokenizer, form, SpecialTokens()).stop_tokens
 
 
 def of_run(path):
@@ -98,7 +98,7 @@ def of_run(path):
 
 
 def of_folder(path):
-    served = open_served(path)
+    served = open_model(path)
     return asked(served.chat, served.tokenizer)
 
 

@@ -28,8 +28,6 @@ from jaxtrain.models.model import NOWHERE, Params
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.train.step import TrainStep
 
-# What the thread gets to end in where the interpreter ends: an `on_event` that waits for the program never returns.
-_ENDING_SECONDS = 10.0
 # A shorter common beginning, such as the token that begins every text, is no reason to overwrite a longer text.
 _WORTH_KEEPING = 16
 
@@ -157,7 +155,6 @@ class Scheduler:
         self._num_admitted += 1
         slot.take(ticket, self._num_admitted)
         self.counters.slots_in_use += 1
-        self.counters.cached_tokens += ticket.cached_tokens
         row = _row_of(ticket.request)
         for values, value in zip(jax.tree.leaves(self._rows), jax.tree.leaves(row), strict=True):
             values[slot.index] = value[0]
@@ -199,10 +196,12 @@ class Scheduler:
     def _emit(self, slot: Slot, chosen: Chosen, index: int) -> None:
         """Hand out a token of a slot's answer, which may end it."""
         request = slot.request
-        ids = chosen.top_ids[index][: request.top].tolist()
-        log_probabilities = chosen.top_log_probabilities[index][: request.top].tolist()
-        top = tuple(zip(ids, log_probabilities, strict=True))
-        emitted = Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), top)
+        top = zip(
+            chosen.top_ids[index][: request.top].tolist(),
+            chosen.top_log_probabilities[index][: request.top].tolist(),
+            strict=True,
+        )
+        emitted = Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), tuple(top))
         slot.text.append(emitted.token)
         self.counters.generated_tokens += 1
         assert slot.ticket is not None
@@ -319,15 +318,15 @@ class Engine:
         """Start the thread that serves requests."""
         self._thread.start()
         # An interpreter that ends while the thread is inside of jax would abort.
-        atexit.register(self._close, False, _ENDING_SECONDS)
+        atexit.register(self.close, drain=False)
 
     def submit(self, request: Request, on_event: OnEvent | None = None) -> Ticket:
         """Ask for the continuation of a prompt.
 
         Args:
             request: prompt and settings.
-            on_event: (ticket, token) is called on the engine's thread with each token, and with None at the end; what
-                it raises ends this request as failed.
+            on_event: (ticket, token) is called on the engine's thread with each token, and with None at the end; it
+                may not raise.
 
         Returns:
             The ticket: an iterable of the tokens.
@@ -365,7 +364,6 @@ class Engine:
         Raises:
             EngineFull: a request waits or runs; a later attempt may succeed.
             EngineDead: the engine was closed, or its device failed.
-            ConfigError: they are of another model.
         """
         with self._changed:  # nothing is submitted meanwhile
             self._check_open()
@@ -375,8 +373,13 @@ class Engine:
 
     def close(self, *, drain: bool = True) -> None:
         """Accept no more requests, and end the thread; without `drain` what waits or runs ends as cancelled."""
-        self._close(drain, None)
-        atexit.unregister(self._close)
+        with self._changed:
+            self._draining = drain
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        atexit.unregister(self.close)
 
     def counters(self) -> EngineCounters:
         """Return what the engine did since it was started; any thread may ask."""
@@ -385,11 +388,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         if not request.tokens or min(request.tokens) < 0 or max(request.tokens) >= self._vocab_size:
             raise ConfigError(f"a request takes at least one token, of ids from 0 to {self._vocab_size - 1}")
-        if request.row < 0 or not 0 <= request.top <= MOST_ALTERNATIVES:
-            raise ConfigError(
-                f"row is {request.row} and top {request.top}; use a row of 0 or more, and top from 0 to "
-                f"{MOST_ALTERNATIVES}"
-            )
+        if not 0 <= request.top <= MOST_ALTERNATIVES:
+            raise ConfigError(f"top is {request.top}; use top from 0 to {MOST_ALTERNATIVES}")
         if request.new_tokens < 1 or len(request.tokens) + request.new_tokens > self.length:
             raise ConfigError(
                 f"a prompt of {len(request.tokens)} tokens and {request.new_tokens} new ones: use 1 or more new "
@@ -402,15 +402,6 @@ class Engine:
 
     def _num_unfinished(self) -> int:
         return self._num_accepted - self._scheduler.counters.finished
-
-    def _close(self, drain: bool, seconds: float | None) -> None:
-        """`close`, which waits for the thread for so long; None: until it ends."""
-        with self._changed:
-            self._draining = drain
-            self._closing = True
-            self._changed.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(seconds)
 
     def _wake(self) -> None:
         with self._changed:

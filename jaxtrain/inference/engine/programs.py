@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.inference.decoding import cache_dtype_of
 from jaxtrain.inference.engine.request import MOST_ALTERNATIVES
 from jaxtrain.inference.sampling import RowSampling, Sampling, choose_rows, log_probabilities_of, row_sampling
 from jaxtrain.layout.gather import hold_parameters
@@ -221,21 +220,15 @@ class Programs:
         self._model = sharded_model
         self.slots = slots
         self.chunk = chunk
+        self.vocab_size = sharded_model.model.vocab_size or 0
         self.keeps_positions = decoder.keeps_positions
-        dtype = cache_dtype_of(cache_dtype, sharded_model.policy)
+        dtype = jnp.dtype(cache_dtype or sharded_model.policy.compute_dtype)
         # Once, and not in every step, which would read the parameters as they are stored.
         self.params = cast_floats(params, sharded_model.policy.compute_dtype)
         if sharded_model.layout.state_axes:
             # Nor gather what ZeRO 1 and 2 shard over `data`.
             with sharded_model.context():
                 self.params = jax.jit(hold_parameters)(self.params)
-
-        def logits_of(params: Params) -> jax.Array:
-            one_11 = jnp.zeros((1, 1), jnp.int32)
-            return decoder.decode(params, one_11, one_11, decoder.init_cache(1, length, dtype))[0]
-
-        with sharded_model.context():
-            self.vocab_size = jax.eval_shape(logits_of, self.params).shape[-1]
 
         def begin() -> SlotState:
             counts_SV = constrain(jnp.zeros((slots, self.vocab_size), jnp.int32), "batch", None)
@@ -279,16 +272,7 @@ class Programs:
             self._widths.insert(0, chunk // 4)
 
     def update(self, params: Params) -> None:
-        """Take a copy of other parameters, which the compiled programs run with from then on.
-
-        Raises:
-            ConfigError: they are not those of this model.
-        """
-        if jax.tree.map(np.shape, params) != jax.tree.map(np.shape, self.params):
-            raise ConfigError(
-                "these parameters have other paths or shapes than those that the engine was started with; pass the "
-                "params of a state of the same model"
-            )
+        """Take a copy of other parameters, which the compiled programs run with from then on."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
         params = cast_floats(params, self._model.policy.compute_dtype)
         self.params = jax.device_put(params, shardings, may_alias=False)

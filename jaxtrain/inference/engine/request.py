@@ -1,7 +1,6 @@
 """What the engine is asked and what it answers: a request, and the ticket on which its tokens come."""
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -87,7 +86,6 @@ class EngineCounters:
         requests: that were accepted.
         finished: of them that have ended, for whatever reason.
         generated_tokens: that were emitted.
-        cached_tokens: of prompts, that were in a slot's cache already.
         slots_in_use: rows of the cache that a request has.
         queued: requests that have no slot yet.
     """
@@ -95,7 +93,6 @@ class EngineCounters:
     requests: int = 0
     finished: int = 0
     generated_tokens: int = 0
-    cached_tokens: int = 0
     slots_in_use: int = 0
     queued: int = 0
 
@@ -132,7 +129,6 @@ class Ticket:
         self._on_event = on_event
         self._wake = wake
         self._events: queue.SimpleQueue[Emitted | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
 
     def __iter__(self) -> Iterator[Emitted]:
         """Give the tokens that were not taken yet, waiting for each.
@@ -156,37 +152,19 @@ class Ticket:
         if self._wake is not None:
             self._wake()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the request; returns whether it has ended.
-
-        Args:
-            timeout: seconds; None: as long as it takes.
-        """
-        return self._ended.wait(timeout)
-
     def emit(self, emitted: Emitted) -> None:
         """Hand out a token; for the engine."""
         self._events.put(emitted)
-        self._call(emitted)
+        if self._on_event is not None:
+            self._on_event(self, emitted)
 
     def finish(self, reason: str, error: str | None = None) -> None:
         """End the request; for the engine."""
-        self.error = self.error or error
+        self.error = error
         self.finish_reason = reason
         self._events.put(None)
-        self._ended.set()
-        self._call(None)
-
-    def _call(self, event: Emitted | None) -> None:
-        """Call the caller's function; an error in it fails this request and no other."""
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(self, event)
-        except Exception as failure:
-            text = " ".join(str(failure).split())
-            self.error = self.error or f"on_event of this request raised {type(failure).__name__}: {text[:200]}"
-            self.cancel("failed")
+        if self._on_event is not None:
+            self._on_event(self, None)
 
 
 OnEvent = Callable[[Ticket, Emitted | None], None]

@@ -5,25 +5,25 @@ import contextlib
 import functools
 import hmac
 import json
-import re
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive
 
-from jaxtrain.data import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.inference.engine.engine import Engine
 from jaxtrain.inference.engine.request import Emitted, EngineDead, EngineFull, Ticket
+from jaxtrain.inference.prompts import PromptReader
 from jaxtrain.inference.server.bodies import (
     Answer,
     Call,
@@ -31,14 +31,10 @@ from jaxtrain.inference.server.bodies import (
     Choice,
     CompletionBody,
     Piece,
-    PromptReader,
     RefusedError,
     make_call,
     read_body,
 )
-from jaxtrain.runtime.terminal import print_remark
-
-_Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 _PAGE = Path(__file__).with_name("page.html")
 # The page loads nothing from elsewhere, and asks this server alone.
@@ -46,13 +42,7 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# What nobody needs a key for: whether the server lives, and the page, which asks for the key itself.
-_OPEN = ("/", "/health")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_CLIENT_LEFT = 499
-# A client that takes nothing or sends no body for so long counts as gone. It is less than the 30 seconds that
-# Kubernetes leaves between SIGTERM and the kill, so that a server ends in order although somebody does not go on.
-CLIENT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -65,10 +55,8 @@ class Service:
         reader: makes prompts.
         engine: writes text.
         length: tokens of prompt and answer together.
-        max_answers: that run and wait at a time.
         api_key: that clients must give; None: none.
         body_bytes: of one body, at most.
-        body_seconds: from the first byte of a body to its last.
     """
 
     name: str
@@ -76,10 +64,8 @@ class Service:
     reader: PromptReader
     engine: Engine
     length: int
-    max_answers: int
     api_key: str | None = None
-    body_bytes: int = 4 * 2**20
-    body_seconds: float = CLIENT_SECONDS
+    body_bytes: int = 2**24
 
 
 def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
@@ -90,118 +76,71 @@ def build_app(service: Service, *, host: str = "127.0.0.1") -> Starlette:
         host: where the server has no key, the one name or address besides those of this machine that clients may have
             in the header Host.
     """
-    endpoints = _Endpoints(service, host)
-    table: list[tuple[str, str, _Handler]] = [
-        ("GET", "/", endpoints.page),
-        ("GET", "/health", endpoints.health),
-        ("GET", "/metrics", endpoints.metrics),
-        ("GET", "/v1/models", endpoints.models),
-        ("POST", "/v1/completions", functools.partial(endpoints.write, kind=CompletionBody)),
+    endpoints = _Endpoints(service)
+    routes = [
+        Route("/", endpoints.page),
+        Route("/health", endpoints.health),
+        Route("/metrics", endpoints.metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/completions", functools.partial(endpoints.write, CompletionBody), methods=["POST"]),
+        Route("/v1/chat/completions", functools.partial(endpoints.write, ChatBody), methods=["POST"]),
     ]
-    if service.reader.chat is not None:
-        table.append(("POST", "/v1/chat/completions", functools.partial(endpoints.write, kind=ChatBody)))
-    routes = [Route(path, endpoints.guarded(handler, path), methods=[method]) for method, path, handler in table]
-
-    def unknown(request: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        endpoints.answers["other", error.status_code] += 1
-        paths = ", ".join(f"{method} {path}" for method, path, _ in table)
-        message = f"the model {service.name} has {paths}"
-        return _refusal(RefusedError(error.status_code, message, headers=dict(error.headers or {})))
-
-    return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+    middleware = []
+    if service.api_key is None:
+        # A page of another site may have a name that leads here (DNS rebinding).
+        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=[host, *_LOCAL_NAMES]))
+    handlers = dict.fromkeys((RefusedError, UserError, HTTPException, ClientDisconnect, Exception), _refuse)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-def _check_site(request: HttpRequest, host: str) -> None:
-    """Refuse what a browser asks for a page of another site, whose name may lead here (DNS rebinding)."""
-    sent_host = request.headers.get("host", "").lower()
-    name = re.sub(r":\d*$", "", sent_host)
-    if name != host.lower() and name not in _LOCAL_NAMES:
-        raise RefusedError(403, f"Host {sent_host!a:.80} is not this server's; names other than localhost need a key")
-
-
-def _check_origin(request: HttpRequest) -> None:
-    """Refuse what a page of another site asks."""
-    host = request.headers.get("host", "").lower()
-    origin = request.headers.get("origin")
-    if origin is not None and origin.lower().partition("://")[2] != host:
-        raise RefusedError(403, f"Origin {origin!a:.80} is not this server's; a proxy must forward Host")
-
-
-def _check_key(request: HttpRequest, key: str) -> None:
-    scheme, _, sent_key = request.headers.get("authorization", "").partition(" ")
-    # Compared in the same time wherever they differ.
-    is_same = hmac.compare_digest(sent_key.strip().encode(), key.encode())
-    if scheme.lower() != "bearer" or not is_same:
-        mistake = "wrong" if sent_key else "missing"
-        raise RefusedError(
-            401, f"the API key is {mistake}; send the header Authorization: Bearer KEY", code="invalid_api_key"
-        )
-
-
-def _refusal(error: RefusedError) -> Response:
+async def _refuse(request: HttpRequest, error: Exception) -> Response:
+    """Answer with the error object of OpenAI's interface."""
+    if isinstance(error, EngineFull | EngineDead):
+        error = RefusedError(503, str(error), headers={"retry-after": "1"})
+    elif isinstance(error, UserError):  # of a chat template, or a number that is out of its range
+        error = RefusedError(400, str(error))
+    elif isinstance(error, HTTPException):
+        error = RefusedError(error.status_code, error.detail, headers=error.headers)
+    elif not isinstance(error, RefusedError):
+        error = RefusedError(500, f"the server failed: {type(error).__name__}")
     return JSONResponse(error.to_json(), status_code=error.status, headers=error.headers)
 
 
 class _Endpoints:
-    """One method per endpoint, and what they count."""
+    """One method per endpoint."""
 
-    def __init__(self, service: Service, host: str):
+    def __init__(self, service: Service):
         self._service = service
-        self._host = host
-        self.answers: Counter[tuple[str, int]] = Counter()
 
-    def guarded(self, handler: _Handler, path: str) -> _Handler:
-        """Put a handler behind the key; errors become error objects, and every answer is counted."""
-
-        async def answer(request: HttpRequest) -> Response:
-            try:
-                self._check_client(request, path)
-                response = await handler(request)
-            except RefusedError as error:
-                response = _refusal(error)
-            except UserError as error:  # of a chat template, or of the engine
-                response = _refusal(RefusedError(400, str(error)))
-            except ClientDisconnect:
-                response = Response(status_code=_CLIENT_LEFT)  # nobody reads it
-            except Exception as error:
-                print_remark(f"jaxtrain serve: {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-                response = _refusal(RefusedError(500, f"the server failed: {type(error).__name__}"))
-            self.answers[path, response.status_code] += 1
-            return response
-
-        return answer
-
-    def _check_client(self, request: HttpRequest, path: str) -> None:
-        _check_origin(request)
-        if self._service.api_key is None:
-            _check_site(request, self._host)
-        elif path not in _OPEN:
-            _check_key(request, self._service.api_key)
+    def _check_key(self, request: HttpRequest) -> None:
+        key = self._service.api_key
+        sent = request.headers.get("authorization", "")
+        # Compared in the same time wherever they differ.
+        if key is not None and not hmac.compare_digest(sent.encode(), f"Bearer {key}".encode()):
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise RefusedError(401, message, code="invalid_api_key")
 
     async def page(self, request: HttpRequest) -> Response:
-        headers = {"cache-control": "no-cache", "content-security-policy": _POLICY}
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=headers)
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": _POLICY})
 
     async def health(self, request: HttpRequest) -> Response:
         if self._service.engine.error is not None:
-            raise RefusedError(503, self._service.engine.error, code="engine_stopped")
+            raise RefusedError(503, self._service.engine.error)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
         """Count in the text format of Prometheus."""
+        self._check_key(request)
         counters = self._service.engine.counters()
-        lines = [
-            f"jaxtrain_requests_total {counters.requests}",
-            f"jaxtrain_generated_tokens_total {counters.generated_tokens}",
-            f"jaxtrain_slots_in_use {counters.slots_in_use}",
-            f"jaxtrain_queued {counters.queued}",
-        ]
-        for (path, status), count in sorted(self.answers.items()):
-            lines.append(f'jaxtrain_http_answers_total{{path="{path}",status="{status}"}} {count}')
-        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            f"jaxtrain_requests_total {counters.requests}\n"
+            f"jaxtrain_generated_tokens_total {counters.generated_tokens}\n"
+            f"jaxtrain_slots_in_use {counters.slots_in_use}\n"
+            f"jaxtrain_queued {counters.queued}\n"
+        )
 
     async def models(self, request: HttpRequest) -> Response:
+        self._check_key(request)
         service = self._service
         model = {
             "id": service.name,
@@ -213,20 +152,25 @@ class _Endpoints:
         }
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def write(self, request: HttpRequest, kind: type[CompletionBody | ChatBody]) -> Response:
-        raw = await self._raw_body(request)
+    async def write(self, kind: type[CompletionBody | ChatBody], request: HttpRequest) -> Response:
+        self._check_key(request)
         # Browsers send other types for every page, and JSON to another site only after OPTIONS, which gets 405 here.
         content_type = request.headers.get("content-type", "").partition(";")[0]
         if content_type.strip().lower() != "application/json":
             raise RefusedError(415, "the body is not declared as JSON; send the header Content-Type: application/json")
+        service = self._service
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > service.body_bytes:
+                raise RefusedError(413, f"the body has more than {service.body_bytes} bytes")
+        body = read_body(kind, bytes(raw), served=service.name)
         # Encoding a long prompt takes a while, in which others are answered.
-        call = await asyncio.to_thread(self._read, kind, raw)
-        running = _Running(self._service.engine, call, self._service.reader.tokenizer)
-        answer = Answer(call, self._service.name)
-        if call.body.stream:
-            # Proxies that collect an answer before they pass it on leave events alone that say so.
-            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            return StreamingResponse(_events(answer, running), media_type="text/event-stream", headers=headers)
+        call = await asyncio.to_thread(make_call, body, service.reader, length=service.length)
+        running = _Running(service, call)
+        answer = Answer(call, service.name)
+        if body.stream:
+            return StreamingResponse(_events(answer, running), media_type="text/event-stream")
         leaving = asyncio.create_task(_cancel_when_left(request.receive, running))
         try:
             answers = [Piece()] * len(running.choices)
@@ -236,31 +180,6 @@ class _Endpoints:
         finally:
             leaving.cancel()
             running.cancel()
-
-    def _read(self, kind: type[CompletionBody | ChatBody], raw: bytes) -> Call:
-        service = self._service
-        body = read_body(kind, raw, served=service.name)
-        return make_call(body, service.reader, length=service.length, max_answers=service.max_answers)
-
-    async def _raw_body(self, request: HttpRequest) -> bytes:
-        """Receive the bytes of a body.
-
-        Raises:
-            RefusedError: it is too large, or comes too slowly.
-            ClientDisconnect: the client left in the middle of it.
-        """
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(self._service.body_seconds):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > self._service.body_bytes:
-                        message = f"the body has more than {self._service.body_bytes} bytes"
-                        raise RefusedError(413, message, code="body_too_large")
-        except TimeoutError:
-            message = f"the body did not arrive within {self._service.body_seconds:g} seconds"
-            raise RefusedError(408, message) from None
-        return bytes(raw)
 
 
 async def _events(answer: Answer, running: "_Running") -> AsyncIterator[str]:
@@ -272,7 +191,7 @@ async def _events(answer: Answer, running: "_Running") -> AsyncIterator[str]:
     try:
         if isinstance(answer.call.body, ChatBody):
             for index in range(len(running.choices)):
-                yield event(answer.first_chunk(index))
+                yield event(answer.chunk(index, Piece(), role="assistant"))
         async for index, piece in running.pieces():
             yield event(answer.chunk(index, piece))
         if answer.call.body.stream_options.include_usage:
@@ -292,20 +211,18 @@ class _Running:
     slots are free.
     """
 
-    def __init__(self, engine: Engine, call: Call, tokenizer: Tokenizer):
+    def __init__(self, service: Service, call: Call):
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Emitted | None]] = asyncio.Queue()
         self._call = call
-        self.choices = [Choice(call, tokenizer) for _ in call.requests]
+        self.choices = [Choice(call, service.reader.tokenizer) for _ in call.requests]
         self._tickets: list[Ticket] = []
         try:
             for index, request in enumerate(call.requests):
-                self._tickets.append(engine.submit(request, functools.partial(self._pass_on, index)))
-        except UserError as error:
+                self._tickets.append(service.engine.submit(request, functools.partial(self._pass_on, index)))
+        except UserError:
             self.cancel()
-            if isinstance(error, EngineFull):
-                raise RefusedError(503, str(error), headers={"retry-after": "1"}) from None
-            raise RefusedError(503 if isinstance(error, EngineDead) else 400, str(error)) from None
+            raise
 
     def _pass_on(self, index: int, ticket: Ticket, event: Emitted | None) -> None:
         """Hand an event to the loop; called on the engine's thread."""
@@ -316,7 +233,7 @@ class _Running:
         """Give (index of a choice, what it has more than before), until all have ended.
 
         Raises:
-            RefusedError: the engine failed, or the client left.
+            RefusedError: the engine failed.
         """
         running = set(range(len(self.choices)))
         while running:
@@ -327,36 +244,25 @@ class _Running:
             ticket = self._tickets[index]
             if event is not None:
                 piece = choice.feed(event)
-                if choice.finish_reason is not None:
-                    ticket.cancel("stop")
-            elif ticket.finish_reason in ("stop", "length"):
+            elif ticket.error is None:
                 piece = choice.finish(ticket.finish_reason)
-            elif ticket.error is not None:
-                raise RefusedError(500, ticket.error)
             else:
-                raise RefusedError(_CLIENT_LEFT, "the answer is incomplete: it was cancelled")
-            if choice.finish_reason is not None:
+                raise RefusedError(500, ticket.error)
+            if piece.finish_reason is not None:
+                ticket.cancel("stop")
                 running.discard(index)
-            if piece != Piece():
-                yield index, piece
+            yield index, piece
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, int]:
         """Count the tokens that were read (of every prompt once) and written; one that ends an answer counts."""
-        first_tickets = self._tickets[:: self._call.body.n]
-        read = sum(len(ticket.request.tokens) for ticket in first_tickets)
+        read = sum(len(request.tokens) for request in self._call.requests[:: self._call.body.n])
         written = sum(choice.num_tokens for choice in self.choices)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": sum(ticket.cached_tokens for ticket in first_tickets)},
-        }
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def cancel(self) -> None:
         """End what still runs."""
         for ticket in self._tickets:
-            if ticket.finish_reason is None:
-                ticket.cancel()
+            ticket.cancel()
 
 
 async def _cancel_when_left(receive: Receive, running: _Running) -> None:

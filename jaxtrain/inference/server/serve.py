@@ -1,33 +1,28 @@
 """From an opened model to a server that answers: its address, its programs, and the signals that end it."""
 
-import contextlib
 import ipaddress
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+import time
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.inference.engine.engine import Engine
-from jaxtrain.inference.prompts import Served, decoder_of
-from jaxtrain.inference.server.app import CLIENT_SECONDS, Service
-from jaxtrain.inference.server.bodies import PromptReader
+from jaxtrain.inference.opened import OpenedModel
+from jaxtrain.inference.prompts import PromptReader, decoder_of
+from jaxtrain.inference.server.app import Service
 
 _KEY_VARIABLE = "JAXTRAIN_API_KEY"
-_ENDING = b"finishing what runs, then exit 0; a second signal ends at once\n"
 # Seconds that an idle connection is kept for the next request.
 _KEEP_ALIVE = 30
 # Of a model that takes longer texts, unless more is asked for: the cache of every slot is of this length.
 _LONGEST = 4096
-# A character of a prompt takes at most so many bytes of JSON, and a token is rarely longer than so many of them.
-_BYTES_PER_TOKEN = 64
-_LEAST_BODY = 2**20
+_CLIENT_MILLISECONDS = 20_000
 
 
 def read_api_key(file: str | None) -> str | None:
@@ -37,30 +32,24 @@ def read_api_key(file: str | None) -> str | None:
         The key; None: there is none.
 
     Raises:
-        ConfigError: the file cannot be read, or what it holds is not a key.
+        ConfigError: the file cannot be read, or the key is empty.
     """
     if file is None:
-        source = _KEY_VARIABLE
         key = os.environ.get(_KEY_VARIABLE)
-        if key is None:
-            return None
     else:
-        source = f"--api-key-file {file}"
         try:
             key = Path(file).expanduser().read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            key = ""
-    if key.split() != [key] or not key.isascii():
-        raise ConfigError(
-            f"{source} holds no valid key; use only letters, digits and signs, as 'openssl rand -hex 32' writes"
-        )
+        except OSError as error:
+            raise ConfigError(f"--api-key-file {file} cannot be read: {error.strerror}") from None
+    if key == "":
+        raise ConfigError(f"--api-key-file or {_KEY_VARIABLE} holds no valid key; 'openssl rand -hex 32' writes one")
     return key
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
     """Bind a socket to an address; nobody can connect to it yet.
 
-    The system drops a connection whose client takes nothing for `CLIENT_SECONDS`, or the server could not end.
+    The system drops a connection whose client takes nothing for 20 seconds, or the server could not end.
 
     Args:
         host: name or address.
@@ -71,10 +60,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         ConfigError: the address is not of this machine, is taken, or is open to others without a key.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not has_key and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
                 f"--host {host} can be reached from other machines; give --api-key-file FILE or {_KEY_VARIABLE}, or "
                 "leave --host out"
@@ -82,12 +69,12 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sys.platform == "linux":  # what connects has the options of this socket
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CLIENT_MILLISECONDS)
         bound.bind(address)
-    except (OSError, UnicodeError, OverflowError) as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at --host {host} --port {port}: {getattr(error, 'strerror', None) or error}; use an "
-            "address of this machine, and a free port above 1023, or 0"
+            f"cannot listen at --host {host} --port {port}: {error}; use an address of this machine, and a "
+            "free port above 1023, or 0"
         ) from None
     return bound
 
@@ -98,55 +85,33 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Ends at the first SIGTERM or Ctrl-C when all answers are given, and at the second at once."""
+def serve_app(app: Starlette, bound: socket.socket) -> None:
+    """Serve an application until SIGTERM or Ctrl-C; what runs then is finished, and a second Ctrl-C ends at once.
 
-    def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]):
-        super().__init__(config)
-        self._when_ready = when_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._when_ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        previous = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + number)
-        os.write(2, _ENDING)
-        self.should_exit = True
-
-
-def serve_app(app: Starlette, bound: socket.socket, *, when_ready: Callable[[], None]) -> None:
-    """Serve an application until a signal comes; what runs then is finished.
-
-    To be called in the main thread, where signals arrive; `when_ready` is called when requests are answered.
+    To be called in the main thread, where signals arrive.
     """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn handles them while it serves, and raises them again at its end.
+        signal.signal(number, signal.SIG_IGN)
     config = uvicorn.Config(
         app,
         lifespan="off",
         log_config=None,
         access_log=False,
-        server_header=False,
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE,
     )
-    _Server(config, when_ready).run(sockets=[bound])
+    uvicorn.Server(config).run(sockets=[bound])
 
 
-def start_service(served: Served, *, slots: int, length: int | None, queue: int, api_key: str | None = None) -> Service:
+def start_service(
+    opened: OpenedModel, name: str, *, slots: int, length: int | None, queue: int, api_key: str | None = None
+) -> Service:
     """Compile what a model needs to be asked, before the first request.
 
     Args:
-        served: from `open_served`.
+        opened: a model that writes texts.
+        name: what clients call it.
         slots: requests that run at a time.
         length: tokens of prompt and answer together; None: all that the model takes, up to 4,096.
         queue: requests that may wait while all slots are taken.
@@ -155,19 +120,10 @@ def start_service(served: Served, *, slots: int, length: int | None, queue: int,
     Raises:
         ConfigError: a number that does not fit the model.
     """
-    reader = PromptReader(served.tokenizer, served.chat, served.special)
+    reader = PromptReader(opened.text_tokenizer(), opened.chat, opened.special)
+    decoder = decoder_of(opened.sharded_model.model, has_encoder=False)
     if length is None:
-        decoder = decoder_of(served.sharded_model.model, has_encoder=False)
         length = min(_LONGEST, decoder.max_length, decoder.short_length or _LONGEST)
-    engine = Engine(served.sharded_model, served.params, slots=slots, length=length, queue=queue)
+    engine = Engine(opened.sharded_model, opened.params, slots=slots, length=length, queue=queue)
     engine.start()
-    return Service(
-        served.name,
-        served.created,
-        reader,
-        engine,
-        length=length,
-        max_answers=slots + queue,
-        api_key=api_key,
-        body_bytes=max(_LEAST_BODY, length * _BYTES_PER_TOKEN),
-    )
+    return Service(name, int(time.time()), reader, engine, length, api_key)
