@@ -313,8 +313,8 @@ def value_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=lambda group: group.model_dump(mode="json"))
 
 
-def nearest_key(path: str, config: Config | None = None) -> str | None:
-    """Returns the key of a config (None: of the defaults) that a wrong one most likely meant."""
+def nearest_key(path: str, config: Config) -> str | None:
+    """Returns the key of a config that a wrong one most likely meant."""
     return nearest(path, walk(Config, config))
 
 
