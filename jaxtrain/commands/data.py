@@ -30,7 +30,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
     folder = local_path(arguments.output, what="--output")
     with Progress() as progress, progress.phase("encoding") as phase:
         info = prepare_tokens(source, folder)
-        phase.note(f"{info['num_documents']:,} documents, {info['num_tokens']:,} tokens, {len(info['shards']):,} files")
+        phase.note(f"{info['num_documents']:,} documents, {info['num_tokens']:,} tokens")
     path = info["output"]
     print_remark(f"train on them: jaxtrain train {arguments.config} data.kind=tokens data.path={path}")
     # On standard output, so that it can be appended to a config file.

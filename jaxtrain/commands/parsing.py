@@ -70,7 +70,7 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
         option = word.partition("=")[0]
         if close := difflib.get_close_matches(option, options, 1, 0.7):
             parser.error(f"no option {option}, did you mean {close[0]}?")
-        if "overrides" not in arguments or not word.startswith("--"):
+        if "overrides" not in arguments or not re.match(r"--[\w.]+=", word):
             parser.error(f"unexpected argument {word!r}")
         # A key that is written as an option: --train.steps=5.
         arguments.overrides = [*arguments.overrides, word.removeprefix("--")]

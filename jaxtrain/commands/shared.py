@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Loaded, load_config
-from jaxtrain.config.kinds import check_kinds
 from jaxtrain.errors import ConfigError
 from jaxtrain.metrics.format import format_bytes, format_count
 from jaxtrain.runtime.files import strict_json
@@ -23,8 +22,9 @@ def print_text(text: str, *, end: str = "\n", flush: bool = False, is_content: b
     """
     if not is_content or sys.stdout.isatty():
         text = printable(text)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, errors="backslashreplace").decode(encoding), end=end, flush=flush)
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = text.encode(encoding, errors="backslashreplace").decode(encoding)
+    print(shown, end=end, flush=flush)
 
 
 def json_text(value: object) -> str:
@@ -62,13 +62,15 @@ def print_records(records: Sequence[Mapping[str, Any]]) -> None:
     if records:
         rows = []
         for record in records:
-            rows.append([value_text(name, value) for name, value in record.items()])
+            cells = [value_text(name, value) for name, value in record.items()]
+            rows.append(cells)
         print_table([*records[0]], rows)
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
     """Print a name and a value per line; those of a mapping inside have its name before theirs."""
-    print_table(("what", "value"), [*_fact_rows(facts)])
+    rows = list(_fact_rows(facts))
+    print_table(("what", "value"), rows)
 
 
 def _fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -84,7 +86,7 @@ def value_text(name: str, value: Any) -> str:
     """Return a value as it is printed for people: bytes in binary units, large numbers as counts, a dash for None."""
     if value is None:
         return "-"
-    if name.endswith("bytes"):
+    if name.endswith("bytes") and isinstance(value, int):
         return format_bytes(value)
     if not isinstance(value, float):
         return str(value)
@@ -105,7 +107,6 @@ def load_described(arguments: argparse.Namespace) -> Loaded:
     """Load a config that describes all of a run, without the weights that it starts from."""
     loaded = load_noted(arguments, weights=False)
     loaded.check_described()
-    check_kinds(loaded.config)
     return loaded
 
 

@@ -37,17 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = arguments.config
     trials = all_trials(arguments.overrides)
     # Every mistake in a setting is reported before anything starts.
-    names = [load_config(config, overrides=settings).name for settings in trials]
-    folder = run_folder(arguments.run_dir, f"{names[0]}-sweep")
+    for settings in trials:
+        loaded = load_config(config, overrides=settings)
+    folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
     with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for trial_folder, settings in zip(folders, trials, strict=True):
-            trial: dict[str, object] = {
-                "config": config,
-                "settings": redacted_words(settings),
-            }
-            _claim_folder(trial_folder, trial)
-        codes = list(pool.map(functools.partial(_train, signals, config), folders, trials))
+            _claim_folder(trial_folder, config, settings)
+        train = functools.partial(_train, signals, config)
+        codes = list(pool.map(train, folders, trials))
     page = write_comparison(folders, folder / "report.html")
     print_text(f"report: {page}")
     if signals.asked.is_set():
@@ -68,7 +66,9 @@ def all_trials(words: Sequence[str]) -> list[list[str]]:
             raise ConfigError(f"cannot read {word!r}; write key=value or key=v1,v2")
         if key in choices:
             raise ConfigError(f"{key} is given twice; write it once, as in {key}=v1,v2")
-        choices[key] = [f"{key}={value}" for value in _split(text)]
+        choices[key] = []
+        for value in _split(text):
+            choices[key].append(f"{key}={value}")
     return [list(trial) for trial in itertools.product(*choices.values())]
 
 
@@ -88,14 +88,19 @@ def _split(text: str) -> list[str]:
     return values or [text]
 
 
-def _claim_folder(folder: Path, trial: dict[str, object]) -> None:
+def _claim_folder(folder: Path, config: str, settings: list[str]) -> None:
     """Write what a trial is to its folder, or check that it is the one in the folder."""
     path = folder / TRIAL_FILE
     recorded = read_json(path)
+    trial = {
+        "config": config,
+        "settings": redacted_words(settings),
+        "exit_code": recorded.get("exit_code"),
+    }
     if not recorded:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(path, {**trial, "exit_code": None})
-    elif recorded != {**trial, "exit_code": recorded.get("exit_code")}:
+        write_json_atomic(path, trial)
+    elif recorded != trial:
         raise ConfigError(f"{folder} holds a trial of another sweep; use another --run-dir")
 
 
@@ -112,14 +117,16 @@ def _train(signals: Signals, config: str, folder: Path, settings: Sequence[str])
         return PreemptedError.exit_code
     write_json_atomic(path, {**trial, "exit_code": None})
     # Quoted, because "a: b" alone is a mapping of YAML.
-    name = json.dumps(f"{folder.resolve().parent.name}-{folder.name}")
+    sweep_name = folder.resolve().parent.name
+    name = json.dumps(f"{sweep_name}-{folder.name}")
     command = [*JAXTRAIN, "train", config, f"name={name}", *settings]
     command += ["--run-dir", str(folder)]
     with (folder / "trial.log").open("a", encoding="utf-8") as log:
         child = start_child(command, environment={}, stderr=log)
         signals.add(child)
-        code = exit_code(child.wait())
+        status = child.wait()
     signals.children.remove(child)
+    code = exit_code(status)
     write_json_atomic(path, {**trial, "exit_code": code})
     print_remark(f"{label}: {how_ended(code)}")
     return code

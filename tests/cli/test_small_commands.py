@@ -42,7 +42,7 @@ def test_prepare_prints_the_config_that_reads_what_it_wrote(cli, tmp_path):
     words = (f"data.path={tmp_path / 'text.txt'}", "data.tokenizer.kind=byte")
     answer = cli("data", "prepare", "quickstart", *words, "-o", str(tmp_path / "tokens"))
     assert answer.code == 0
-    assert "(1 documents, 1,351 tokens, 1 files)" in answer.err
+    assert "(1 documents, 1,351 tokens)" in answer.err
     (tmp_path / "config.yaml").write_text(answer.out)
     config = load_config(tmp_path / "config.yaml").config
     assert (config.data.kind, config.data.path) == ("tokens", str(tmp_path / "tokens"))

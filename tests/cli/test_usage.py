@@ -23,7 +23,7 @@ USAGE = {
         r"jaxtrain train: the following arguments are required: CONFIG; see 'jaxtrain train --help'",
     ),
     "misspelt option": ("train quickstart --resum=must", 2, r"no option --resum, did you mean --resume\?"),
-    "key of another trainer as an option": ("train quickstart --lr=1", 2, r"unknown key 'lr'"),
+    "key of another trainer as an option": ("train quickstart --lr 1", 2, r"unexpected argument '--lr'"),
     "no devices": ("train quickstart --emulate 0", 2, r"--emulate: '0' is not a whole number from 1 to"),
     "unknown config": ("train quikstart", 2, r"no config 'quikstart'.*did you mean 'quickstart'\?"),
     "unknown key": ("train quickstart train.step=5", 2, r"unknown key 'train\.step' \(command line\); did you mean"),

@@ -54,7 +54,7 @@ def test_every_size_is_a_valid_config(group, sizes):
 
 def test_nearest():
     right = {"steps": "train.steps", "optimiser.learning_rate": "optimizer.learning_rate", "xyzzy": None}
-    assert {wrong: nearest_key(wrong) for wrong in right} == right
+    assert {wrong: nearest_key(wrong, Config()) for wrong in right} == right
 
 
 def test_loading_imports_no_jax():
