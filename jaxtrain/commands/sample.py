@@ -34,28 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     is_watched = sys.stdout.isatty() and jax.process_count() == 1
     is_stream = len(prompts) == 1 and not arguments.json and (arguments.stream or is_watched)
     model = open_model(arguments.run_dir, quantize=arguments.quantize, step=arguments.step)
-<<<<<<< HEAD
-=======
-    with own_code(model.config):
-        written = model.write(prompts, _writing(arguments, is_stream=is_stream), chat=is_chat)
-        if is_stream and distributed.is_main_process():
-            for piece in written:
-                print_text(piece.text, end="", flush=True, is_content=True)
-            print_text("")
-            return 0
-        texts = joined(written, len(prompts))
-    if not distributed.is_main_process():
-        return 0
-    if not arguments.json:
-        print_text("\n\n".join(texts), is_content=True)
-        return 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        print_text(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
-    return 0
-
-
-def _writing(arguments: argparse.Namespace, *, is_stream: bool) -> Writing:
->>>>>>> wt-h1
     sampling = Sampling(
         arguments.temperature,
         arguments.top_k,
@@ -75,9 +53,7 @@ def _writing(arguments: argparse.Namespace, *, is_stream: bool) -> Writing:
             print_text(piece.text, end="", flush=True, is_content=True)
         print_text("")
         return 0
-    texts = [""] * len(prompts)
-    for piece in written:
-        texts[piece.row] += piece.text
+    texts = joined(written, len(prompts))
     if not distributed.is_main_process():
         return 0
     if not arguments.json:

@@ -2,11 +2,7 @@
 
 import argparse
 import importlib.util
-<<<<<<< HEAD
-=======
-import time
 from pathlib import Path
->>>>>>> wt-h1
 
 from jaxtrain.commands.shared import print_text
 from jaxtrain.errors import ConfigError
@@ -46,15 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         address = address_of(socket)
         slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
-<<<<<<< HEAD
-        print_remark(repr(served.sharded_model))
-        print_remark(f"model {served.name!r}: {slots}")
-=======
         print_remark(repr(opened.sharded_model))
-        print_remark(f"model {service.name!r}: {slots}; compiled in {time.monotonic() - began:.1f} s")
-        print_remark(f"clients: base_url {address}/v1; in a browser: {address}")
+        print_remark(f"model {service.name!r}: {slots}")
         print_remark("Ctrl-C ends the server when running answers are done")
->>>>>>> wt-h1
         try:
             socket.listen()  # clients that come before the first answer wait
             print_text(f"ready: {address}", flush=True)

@@ -369,13 +369,8 @@ def value_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=lambda group: group.model_dump(mode="json"))
 
 
-<<<<<<< HEAD
-def nearest_key(path: str, config: Config | None = None) -> str | None:
-    """Return the key of a config (None: of the defaults) that a wrong one most likely meant."""
-=======
 def nearest_key(path: str, config: Config) -> str | None:
-    """Returns the key of a config that a wrong one most likely meant."""
->>>>>>> wt-h2
+    """Return the key of a config that a wrong one most likely meant."""
     return nearest(path, walk(Config, config))
 
 
