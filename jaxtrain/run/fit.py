@@ -137,10 +137,11 @@ def fit(
     shipped = "regression" if task.name in ERRORS else task.name
     if shipped in TASKS:
         settings["task"] = shipped
-    if parallelism is not None:
-        settings["parallel"] = parallelism.model_dump(exclude_unset=True)
     if mesh is not None:
-        settings.setdefault("parallel", {}).update({axis: mesh.shape[axis] for axis in AXES})
+        settings["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
+    if parallelism is not None:
+        # Over the degrees of the mesh: a step refuses others that are set.
+        settings.setdefault("parallel", {}).update(parallelism.model_dump(exclude_unset=True))
     model_state = None
     if isinstance(params, TrainState | EvaluationState):
         model_state = params.evaluation_model_state

@@ -295,6 +295,7 @@ WRONG = {
     "a class": (dict(optimizer=optax.adam), "optimizer takes an optax transformation, not the function adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "model takes a jaxtrain.Model, not a Task"),
     "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
+    "degrees that the mesh has not": (dict(parallelism=jt.Parallelism(fsdp=4)), "fsdp=4, but the mesh has fsdp=1"),
 }
 
 
