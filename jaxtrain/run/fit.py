@@ -161,7 +161,7 @@ def fit(
         notes += (f"run_dir was not given: this run is in {folder}; run_dir='{folder}' resumes it",)
     else:
         folder = run_folder(run_dir, "run")
-    name = folder.name or "run"
+    name = loaded.config.name or folder.name or "run"
     loaded = dataclasses.replace(loaded, config=config.model_copy(update={"name": name}), name=name, notes=notes)
     spec = RunSpec(
         loaded,
