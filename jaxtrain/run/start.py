@@ -111,7 +111,7 @@ def resumed_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, Bas
     base = base_of(checkpointer.metadata(int(state.step)))
     if base is None:
         return state, None
-    source = run.spec.params
+    source: Any = run.spec.params
     if source is None:
         source = published_from(run.config.model)
     params = restore_base(
