@@ -137,10 +137,11 @@ def fit(
     config_task = "regression" if task.name in ERRORS else task.name
     if config_task in TASKS:
         settings["task"] = config_task
-    if parallelism is not None:
-        settings["parallel"] = parallelism.model_dump(exclude_unset=True)
     if mesh is not None:
-        settings.setdefault("parallel", {}).update({axis: mesh.shape[axis] for axis in AXES})
+        settings["parallel"] = {axis: mesh.shape[axis] for axis in AXES}
+    if parallelism is not None:
+        # Over the degrees of the mesh: a step refuses others that are set.
+        settings.setdefault("parallel", {}).update(parallelism.model_dump(exclude_unset=True))
     model_state = None
     if isinstance(params, TrainState | EvaluationState):
         model_state = params.evaluation_model_state
@@ -160,7 +161,7 @@ def fit(
         notes += (f"run_dir was not given: this run is in {folder}; run_dir='{folder}' resumes it",)
     else:
         folder = run_folder(run_dir, "run")
-    name = folder.name or "run"
+    name = loaded.config.name or folder.name or "run"
     loaded = dataclasses.replace(loaded, config=config.model_copy(update={"name": name}), name=name, notes=notes)
     spec = RunSpec(
         loaded,

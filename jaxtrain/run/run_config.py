@@ -42,7 +42,7 @@ def run_config(
 
     Args:
         config: a shipped name, a path, the directory of a run, a nested mapping, or what `load_config` gave.
-        overrides: keys on top, dotted or nested: {"train.steps": 100}.
+        overrides: keys on top, dotted or nested: {"train.steps": 100}; what `load_config` gave takes none.
         run_dir: where the run is written; None: runs/<name>, or the run itself where `config` is the directory of one,
             which then goes on.
         resume: None goes on with the run that the directory holds if its configuration trains the same (more steps are
@@ -74,7 +74,12 @@ def run_config(
         >>> result.step
         4
     """
-    loaded = config if isinstance(config, Loaded) else load_config(config, keywords=overrides)
+    if not isinstance(config, Loaded):
+        loaded = load_config(config, keywords=overrides)
+    elif overrides:
+        raise ConfigError("overrides= are not set on a config that is loaded; write load_config(..., keywords={...})")
+    else:
+        loaded = config
     parts = {"model": model, "task": task, "data": data, "optimizer": optimizer}
     loaded.check_described(given=[name for name, part in parts.items() if part is not None])
     folder = folder_of(loaded, run_dir)

@@ -1,5 +1,6 @@
 """The state that a run begins or resumes with, and the frozen base below its adapters."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,14 @@ def start_of(run: Run) -> dict[str, Any]:
 
 def _lasting(source: Any) -> str:
     """Return the path of weights that stay where they are: of a run, that of the step that is its newest now."""
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             "checkpoints of adapters name their base weights, but params= are arrays; give the path of a run, of a "
             "checkpoint that holds them, or of a published folder"
         )
+    source = os.fspath(source)
     if is_published(source):
-        return str(source)
+        return source
     checkpoint = find_checkpoint(source)
     step = checkpoint.step
     if step is None:
@@ -106,7 +108,7 @@ def resumed_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, Bas
     base = base_of(checkpointer.metadata(int(state.step)))
     if base is None:
         return state, None
-    source = run.spec.params
+    source: Any = run.spec.params
     if source is None:
         source = published_from(run.config.model)
     params = restore_base(
@@ -114,6 +116,6 @@ def resumed_state(run: Run, checkpointer: Checkpointer) -> tuple[TrainState, Bas
         base,
         run_dir=run.spec.run_dir,
         only=lambda path: not trains(path),
-        moved_to=None if source is None else str(source),
+        moved_to=None if source is None else os.fspath(source),
     )
     return with_base(state, params), base

@@ -179,8 +179,11 @@ def test_every_start_is_found_again(tmp_path: Path, start: str, base: str | None
             else jt.adapt(model(), lora=jt.LoraConfig(rank=2, targets=("query",)), base=base)
         )
         with Checkpointer(tmp_path / "base" / "checkpoints") as checkpointer:
-            checkpointer.save(0, step.init(0, jt.load_weights(step, tree)), metadata={})
+            state = step.init(0, jt.load_weights(step, tree))
+            checkpointer.save(0, state, metadata={})
         given["params"] = tmp_path / "base"
+        if start == "a run":  # what `fit` returned stands for its path
+            given["params"] = jt.Result(tmp_path / "base", state, {}, 0)
     result = fit(tmp_path / "run", base, **given)
     opened = jt.open_run(tmp_path / "run", model=model())
     assert same(opened.params, result.state.params)

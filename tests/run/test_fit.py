@@ -192,9 +192,10 @@ def test_a_run_of_own_parts_has_all_that_a_run_has(tmp_path: Path, capfd: pytest
 
 def test_a_pass_is_over_all_rows_whoever_sets_the_batch(tmp_path: Path) -> None:
     """96 rows in batches of 24 are 4 steps; steps of the default batch, 32 rows, were counted before."""
-    batch = {"train.global_batch_size": 24, "logging.every": 1}
+    batch = {"train.global_batch_size": 24, "logging.every": 1, "name": "one pass"}
     result = fit(tmp_path, steps=None, epochs=1, batch_size=None, overrides=batch)
     assert (result.step, rows(tmp_path)[-1]["examples"]) == (4, 96)
+    assert json.loads((tmp_path / "run.json").read_text())["name"] == "one pass"
 
 
 def test_a_mesh_gives_the_losses_of_one_device(tmp_path: Path) -> None:
@@ -295,6 +296,7 @@ WRONG = {
     "a class": (dict(optimizer=optax.adam), "optimizer takes an optax transformation, not the function adam"),
     "swapped": (dict(model=jt.classification(), task=model()), "model takes a jaxtrain.Model, not a Task"),
     "a batch that does not divide": (dict(mesh=jt.make_mesh(), batch_size=12), "12"),
+    "degrees that the mesh has not": (dict(parallelism=jt.Parallelism(fsdp=4)), "fsdp=4, but the mesh has fsdp=1"),
 }
 
 

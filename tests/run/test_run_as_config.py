@@ -34,6 +34,11 @@ def test_its_config_is_read_as_it_was_resolved(run_dir):
     assert loaded.notes == ()
 
 
+def test_no_override_is_lost_beside_a_loaded_config(tmp_path):
+    with pytest.raises(ConfigError, match="load_config"):
+        jt.run_config(load_config(CONFIG), overrides={"train.steps": 3}, run_dir=tmp_path / "run")
+
+
 @pytest.mark.long
 def test_it_goes_on_where_no_other_directory_is_named(run_dir):
     before = (run_dir / "metrics.jsonl").read_text()
