@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,4 +128,6 @@ def writes(option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise  # a full disk is told as everywhere
         raise ConfigError(f"{option} {error.filename}: {error.strerror}; give a file in a folder that exists") from None

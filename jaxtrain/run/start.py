@@ -1,7 +1,7 @@
 """The state that a run begins or resumes with, and the frozen base below its adapters."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from jaxtrain.checkpoint.run_folder import find_checkpoint
 from jaxtrain.config.arguments import is_store_address
 from jaxtrain.config.fits import check_fits, fresh_notes, fresh_parts
 from jaxtrain.config.model import published_from
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import ConfigError
-from jaxtrain.formats.hub import is_published
+from jaxtrain.families.family import label_names
+from jaxtrain.formats.hub import is_published, read_published_config
 from jaxtrain.run.assemble import Run
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import TrainStep
@@ -46,7 +48,22 @@ def start_notes(run: Run) -> list[str]:
             "ones; set model.from to a published model, or leave the group finetune out to train all weights"
         )
     check_fits(model)
+    if spec.params is None and not spec.skip:
+        check_class_order(run.config, (run.data.reading or {}).get("classes"))
     return fresh_notes(model)
+
+
+def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
+    """Raise if a published head that a run begins with has the classes of its data in another order."""
+    path = published_from(config.model)
+    if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
+        return
+    names = label_names(read_published_config(Path(path))) or ()
+    if list(classes) != list(names) and sorted(classes) == sorted(names):
+        raise ConfigError(
+            f"the head of {path} numbers its classes {', '.join(names[:3])}, ..., but the data "
+            f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"
+        )
 
 
 def start_of(run: Run) -> dict[str, Any]:

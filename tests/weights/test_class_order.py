@@ -1,12 +1,14 @@
-"""Exports name the classes of the run."""
+"""Classes in another order than a published head has them are refused; exports name the classes of the run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.published import settings_of
+from jaxtrain.run.start import check_class_order
 from jaxtrain.weights.write import Origin, Texts, saved_dtypes, write_published
 
 ORIGIN = Path(__file__).parent / "published" / "bert_sequence"
@@ -32,3 +34,14 @@ def test_classes_are_those_that_were_trained(classes, wanted, tmp_path):
     assert classes is None or said["label2id"] == {name: number for number, name in enumerate(wanted)}
     # Rows of one class each are not those of the origin.
     assert said.get("problem_type") == (OLD["problem_type"] if classes is None else None)
+
+
+def test_another_order_is_refused_before_anything_is_made(tmp_path):
+    shutil.copytree(ORIGIN, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["id2label"], config["label2id"] = {"0": "yes", "1": "no"}, {"yes": 0, "no": 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = jt.load_config({"model": {"from": str(tmp_path / "model")}, "data": {"kind": "digits"}}).config
+    check_class_order(found, ("yes", "no"))
+    with pytest.raises(jt.ConfigError, match=r"numbers its classes yes, no, .* the data no, yes, .* \(0 for yes"):
+        check_class_order(found, ("no", "yes"))
