@@ -70,7 +70,7 @@ def run_restarted(
         if not restarts:
             return run_processes(command, environments, signals)
 
-        def start(number: int, has_begun: bool) -> int:
+        def start(has_begun: bool) -> int:
             words = resumed_words(command) if has_begun else command
             return run_processes(words, environments, signals)
 

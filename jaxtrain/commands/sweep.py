@@ -19,7 +19,7 @@ from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.format import format_duration
 from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
 from jaxtrain.metrics.report.run_files import read_json
-from jaxtrain.run.directory import RunLock, run_folder
+from jaxtrain.run.directory import lock_run, run_folder
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         stores.add(store)
     folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
     trials = [Trial(config, settings, folder / f"{number:03d}") for number, settings in enumerate(combinations)]
-    with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
+    with lock_run(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for trial in trials:
             _claim_folder(trial)
         codes = list(pool.map(functools.partial(_train, signals), trials))
