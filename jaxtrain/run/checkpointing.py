@@ -10,7 +10,6 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer, places
 from jaxtrain.checkpoint.directory import SaveError, list_steps
-from jaxtrain.checkpoint.places import Place
 from jaxtrain.checkpoint.run_folder import NOTE, Owner, checkpoint_folder, configured_folder, set_steps_aside, take
 from jaxtrain.checkpoint.storage import everyone, from_process_0
 from jaxtrain.config.schema import CheckpointConfig
@@ -30,56 +29,6 @@ def is_due(number: int, every: int | None) -> bool:
     return every is not None and number % every == 0
 
 
-def open_saves(
-    config: CheckpointConfig,
-    run_dir: Path,
-    *,
-    name: str,
-    identity: str,
-    resume: str | None,
-    report: Callable[[str], None],
-) -> "RunSaves":
-    """Open the checkpoints of a run; every process calls this.
-
-    Args:
-        config: where they are, and which are kept.
-        run_dir: directory of the run.
-        name: name of the run.
-        identity: `run_identity`, which is the same on every machine.
-        resume: as in `run_config`.
-        report: called with a line.
-
-    Raises:
-        ConfigError: the checkpoints are elsewhere, belong to another run, or cannot be written.
-    """
-
-    def open_folder() -> tuple[Place, Owner | None]:
-        folder = configured_folder(config.directory, run_dir)
-        if not is_main_process():
-            return folder, None
-        former = checkpoint_folder(run_dir)
-        if former != folder and resume != "never" and list_steps(former) and not list_steps(folder):
-            raise ConfigError(
-                f"checkpoint.directory: this run has its checkpoints in {former}, and {folder} has none; set it "
-                "back, copy them there and add --resume must, or start again with --resume never"
-            )
-        if config.directory is None:
-            (run_dir / NOTE).unlink(missing_ok=True)
-            return folder, None
-        owner = take(folder, run_dir, name=name, identity=identity, takes_over=resume == "must", report=report)
-        return folder, owner
-
-    folder, owner = together(open_folder)
-    checkpointer = Checkpointer(
-        folder,
-        keep_last=config.keep_last,
-        keep_every=config.keep_every,
-        keep_best=config.keep_best,
-        report=report,
-    )
-    return RunSaves(checkpointer, config, run_dir, report=report, owner=owner)
-
-
 class RunSaves:
     """Saves the states of a run; training stops only after several failed saves in a row.
 
@@ -92,28 +41,55 @@ class RunSaves:
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
         config: CheckpointConfig,
         run_dir: Path,
         *,
+        name: str,
+        identity: str,
+        resume: str | None,
         report: Callable[[str], None],
-        owner: Owner | None = None,
     ) -> None:
-        """Open the saves of a run.
+        """Open the checkpoints of a run.
 
         Args:
-            checkpointer: where the states are.
-            config: when they are saved.
-            run_dir: directory of the run.
-            report: called with a line for each failure.
-            owner: this process as the owner of `checkpoint.directory`; None: the checkpoints are in the run directory,
-                whose lock is enough, or this is not process 0.
+            config: where they are, when they are saved, and which are kept.
+            run_dir: directory of the run, which is locked.
+            name: name of the run.
+            identity: `run_identity`, which is the same on every machine.
+            resume: as in `run_config`.
+            report: called with a line.
+
+        Raises:
+            ConfigError: the checkpoints are elsewhere, belong to another run, or cannot be written.
         """
-        self.checkpointer = checkpointer
-        self._owner = owner
+        folder = configured_folder(config.directory, run_dir)
+
+        def claim() -> Owner | None:
+            """Make process 0 the owner of a folder elsewhere; the lock of the run directory is enough for its own."""
+            if not is_main_process():
+                return None
+            former = checkpoint_folder(run_dir)
+            if former != folder and resume != "never" and list_steps(former) and not list_steps(folder):
+                raise ConfigError(
+                    f"checkpoint.directory: this run has its checkpoints in {former}, and {folder} has none; set it "
+                    "back, copy them there and add --resume must, or start again with --resume never"
+                )
+            if config.directory is None:
+                (run_dir / NOTE).unlink(missing_ok=True)
+                return None
+            return take(folder, run_dir, name=name, identity=identity, takes_over=resume == "must", report=report)
+
+        self._owner = together(claim)
+        self.checkpointer = Checkpointer(
+            folder,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+            report=report,
+        )
         self._config = config
-        self._report = report
         self._run_dir = run_dir
+        self._report = report
         self._saved_at = time.monotonic()
         self._failures: list[SaveError] = []  # since the last complete save
         self._is_pending = False
@@ -210,10 +186,9 @@ class RunSaves:
             result = work()
         except SaveError as error:
             failure = error
-        all_succeeded = everyone(failure is None)
+        if not everyone(failure is None) and failure is None:
+            raise StorageError(f"another process cannot save checkpoints (see its message); {self._saved_step()}")
         if failure is None:
-            if not all_succeeded:
-                raise StorageError(f"another process cannot save checkpoints (see its message); {self._saved_step()}")
             return result
         self._is_pending = False
         self._failures.append(failure)

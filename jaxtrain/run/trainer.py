@@ -33,7 +33,7 @@ from jaxtrain.metrics.writers import Scalars
 from jaxtrain.run.agreement import run_facts, spec_facts
 from jaxtrain.run.assemble import Run, assemble
 from jaxtrain.run.callbacks import EARLY_STOPPED, Watch
-from jaxtrain.run.checkpointing import is_due, open_saves
+from jaxtrain.run.checkpointing import RunSaves, is_due
 from jaxtrain.run.compiling import TracedStep, compile_step
 from jaxtrain.run.directory import lock_run
 from jaxtrain.run.evaluation import HeldOut
@@ -152,7 +152,7 @@ class Trainer:
         with self.spent.measure("reading data"):
             self.run = together(self._open, says=run_facts)
         self.metadata = run_metadata(self.run)
-        self.saves = open_saves(
+        self.saves = RunSaves(
             self.run.config.checkpoint,
             spec.run_dir,
             name=spec.loaded.name,

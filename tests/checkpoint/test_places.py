@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.places import EXTRAS, RemotePath
 from jaxtrain.checkpoint.run_folder import MARKER, NOTE, checkpoint_folder
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.checkpointing import open_saves
+from jaxtrain.run.checkpointing import RunSaves
 
 
 def test_an_address_has_one_form():
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path
     options = {"name": "a", "identity": "an identity", "report": print}
 
     def opened(resume: str | None) -> Any:
-        return open_saves(CheckpointConfig(), tmp_path, resume=resume, **options).checkpointer.directory
+        return RunSaves(CheckpointConfig(), tmp_path, resume=resume, **options).checkpointer.directory
 
     assert checkpoint_folder(tmp_path) == elsewhere
     assert opened(None) == here
