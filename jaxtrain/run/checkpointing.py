@@ -129,8 +129,7 @@ class RunSaves:
             StorageError: another process has taken over the folder, or too many saves failed in a row.
         """
         self._finish(self.checkpointer.settle)
-        if self._config.directory is not None:
-            together(self._copy_metrics)
+        together(self._copy_metrics)
         began = self._attempt(
             lambda: self.checkpointer.save(number, state, metadata=metadata, eval_loss=loss, score=score)
         )

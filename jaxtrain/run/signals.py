@@ -209,13 +209,10 @@ class Interrupt:
     def _report(self, number: int) -> None:
         self._since = time.monotonic()
         self._reason = signal.Signals(number).name
-        suffix = ""
-        if number == signal.SIGINT:
-            self._reason = "Ctrl-C"
-            suffix = "; press again to stop at once"
+        text = f"\n{self._reason}: saving what is unsaved, then exit 75; a second Ctrl-C stops at once\n"
         # Not print, because the main thread may be writing to the same buffer.
         with contextlib.suppress(OSError):
-            os.write(2, f"\n{self._reason}: saving what is unsaved, then exit 75{suffix}\n".encode())
+            os.write(2, text.encode())
 
 
 def _drop_lost_terminal() -> None:
