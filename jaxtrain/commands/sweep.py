@@ -15,7 +15,7 @@ from jaxtrain.config.secrets import redacted_words
 from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.metrics.report.compare import TRIAL_FILE, write_comparison
 from jaxtrain.metrics.report.run_files import read_json
-from jaxtrain.run.directory import RunLock, run_folder
+from jaxtrain.run.directory import lock_run, run_folder
 from jaxtrain.runtime.files import write_json_atomic
 from jaxtrain.runtime.terminal import print_remark
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         loaded = load_config(config, overrides=settings)
     folder = run_folder(arguments.run_dir, f"{loaded.name}-sweep")
     folders = [folder / f"{number:03d}" for number in range(len(trials))]
-    with RunLock(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
+    with lock_run(folder), Signals() as signals, ThreadPoolExecutor(arguments.jobs) as pool:
         for trial_folder, settings in zip(folders, trials, strict=True):
             _claim_folder(trial_folder, config, settings)
         train = functools.partial(_train, signals, config)

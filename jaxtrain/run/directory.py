@@ -2,14 +2,12 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 from jaxtrain.checkpoint.directory import moment
 from jaxtrain.config import Loaded
@@ -22,7 +20,7 @@ from jaxtrain.runtime.terminal import print_remark
 
 LOCK_NAME = "lock"
 _INSTEAD = "use a local folder; only checkpoints can be elsewhere: checkpoint.directory=gs://bucket/name (or s3://)"
-_OF_A_RUN = (
+_RUN_FILES = (
     RUN_FILE,
     "checkpoints",
     "metrics.jsonl",
@@ -37,103 +35,78 @@ _OF_A_RUN = (
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """The directory of a run: the one that was given, or runs/<name>."""
+    """Return the directory of a run: `run_dir`, or runs/<name>."""
     if run_dir is not None:
         return local_path(run_dir, what="run directory", instead=_INSTEAD)
-    folder = local_path(name, what="name", instead=_INSTEAD)
     try:
         check_run_name(name)
     except ValueError as error:
         raise ConfigError(f"name: {error}") from None
-    return Path("runs") / folder
+    return Path("runs") / name
 
 
 def folder_of(loaded: Loaded, run_dir: str | Path | None) -> Path:
-    """The directory of the run of a config: that which was given, the run that the config is of, or runs/<name>."""
+    """Return the directory of a config's run: `run_dir`, the run that the config was read from, or runs/<name>."""
     if run_dir is None and loaded.run_dir is not None:
         return loaded.run_dir
     return run_folder(run_dir, loaded.name)
 
 
 def numbered_folder(name: str) -> Path:
-    """A new directory runs/<name>-<number>, the same for all processes; every process calls this."""
+    """Return a new directory runs/<name>-<number>, the same in all processes; every process calls this."""
     from jaxtrain.checkpoint.storage import from_process_0
 
-    name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60] or "run"
-    endings = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]
-    number = 1 + max((int(ending) for ending in endings if ending.isdecimal()), default=0)
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.") or "run"
+    number = 1
+    while Path("runs", f"{name}-{number}").exists():
+        number += 1
     return Path("runs") / f"{name}-{from_process_0(lambda: number)}"
 
 
-class RunLock:
-    """Holds a run directory for this process, and creates it if need be; the kernel releases it when its holder dies.
+@contextlib.contextmanager
+def lock_run(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory for this process, and create it if need be; the kernel releases it if its holder dies.
 
-    With several processes, process 0 takes it for all.
+    With several processes, process 0 holds it for all.
+
+    Raises:
+        ConfigError: another process holds it, or it cannot be used.
     """
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = Path(run_dir)
-        self._descriptor: int | None = None
-        self._keep_in_children: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> Self:
+    try:
+        run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
+        lock = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o640)
+    except OSError as error:
+        raise ConfigError(f"run directory {run_dir} cannot be used: {error.strerror}; use another --run-dir") from error
+    # A worker that outlives its parent would hold the directory.
+    keep_in_children = drop_in_children(lambda: os.close(lock))
+    try:
         try:
-            self.run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o640)
-        except OSError as error:
-            in_the_way = isinstance(error, (FileExistsError, NotADirectoryError))
-            reason = "is a file" if in_the_way else f"cannot be used: {error.strerror}"
-            raise ConfigError(f"run directory {self.run_dir} {reason}; use another --run-dir") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = _holder(descriptor)
-            os.close(descriptor)
+            holder = os.pread(lock, 4096, 0).decode(errors="replace") or "another process"
             raise ConfigError(
-                f"run directory {self.run_dir} is in use by {holder}; use another --run-dir or stop it"
+                f"run directory {run_dir} is in use by {holder}; use another --run-dir or stop it"
             ) from error
         except OSError:  # some network file systems are mounted without locks
-            print_remark(f"no locks on the file system of {self.run_dir}: start only one run there")
-        self._descriptor = descriptor
-        # A worker that outlives its parent would hold the directory.
-        self._keep_in_children = drop_in_children(self._close)
-        content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with contextlib.suppress(OSError):  # what it says is for people alone
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(content).encode(), 0)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+            print_remark(f"no locks on the file system of {run_dir}: start only one run there")
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        with contextlib.suppress(OSError):  # the disk may be full
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, holder.encode(), 0)
+        yield
+    finally:
         # The file stays: if deleted, one process could hold it and another a new file of the same name.
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
-        self._keep_in_children()
-        self._close()
-
-    def _close(self) -> None:
-        descriptor = self._descriptor
-        self._descriptor = None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _holder(descriptor: int) -> str:
-    try:
-        content = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {content['pid']} on {content['host']} since {content['since']}"
-    except (OSError, ValueError, KeyError):
-        return "another process"
+        keep_in_children()
+        os.close(lock)
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move what an earlier run left in the directory to `previous/<time>/`; None where there was nothing."""
-    old = [run_dir / name for name in _OF_A_RUN if (run_dir / name).exists()]
-    if not old:
+    """Move the files of an earlier run to `previous/<time>/`; return that folder, or None if there are no files."""
+    paths = [run_dir / name for name in _RUN_FILES if (run_dir / name).exists()]
+    if not paths:
         return None
     folder = run_dir / "previous" / moment()
     folder.mkdir(parents=True)
-    for path in old:
+    for path in paths:
         path.rename(folder / path.name)
     return folder

@@ -19,7 +19,7 @@ from jaxtrain.formats.peft_reading import CONFIG, is_adapter_folder, open_adapte
 from jaxtrain.metrics.progress import Progress
 from jaxtrain.metrics.throughput import TimeSpent
 from jaxtrain.run.assemble import assemble
-from jaxtrain.run.directory import RunLock
+from jaxtrain.run.directory import lock_run
 from jaxtrain.run.record import RunRecord
 from jaxtrain.run.resume import run_metadata
 from jaxtrain.run.spec import RunSpec
@@ -59,7 +59,7 @@ def import_run(
     metadata = run_metadata(run)
     metadata["base"] = None if adapter_base is None else adapter_base.as_json()
     run_dir.mkdir(parents=True, exist_ok=True)
-    with distributed.on_main_process(RunLock(run_dir)):
+    with distributed.on_main_process(lock_run(run_dir)):
         record = RunRecord(run_dir, spent)
         record.open(run, metadata)
         record.begin()

@@ -1,13 +1,12 @@
-"""Signals as one wish to stop: the run saves what it did and ends with exit code 75, in every phase.
+"""Turns signals into a request to stop: the run saves its state and ends with exit code 75, in every phase.
 
-Between two steps and between two batches of an evaluation the run asks whether it is to stop. Where nothing would be
-lost (before the first step of this process, while it waits for data, after the last save) the signal raises at once;
-where the main thread is inside a compilation then, another thread ends the process: it hears signals through the
-wake-up descriptor, whatever the main thread does.
+The run asks between two steps and between two batches of an evaluation. While it waits for data, and where nothing is
+unsaved, a signal raises at once. Where the main thread does not return from C code there, as in a compilation, another
+thread ends the process: it reads the signals from the wake-up descriptor.
 
-With several processes all must stop at the same point. JAX's preemption service agrees on one, and it needs the SIGTERM
-handler for itself: a Python handler set after `jax.distributed.initialize` silently disables it. So there SIGTERM is
-left alone, every other signal is passed on as SIGTERM, and no process leaves alone.
+Several processes must stop at the same point. JAX's preemption service agrees on it, and needs the handler of SIGTERM:
+a Python handler that is set after `jax.distributed.initialize` silently disables the service. So SIGTERM is left alone
+in such a run, and every other signal is passed on as SIGTERM.
 """
 
 import contextlib
@@ -19,100 +18,93 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from jaxtrain.errors import DataError, PreemptedError
 from jaxtrain.runtime.host import drop_in_children, end_at_signal, exit_at_once
 from jaxtrain.runtime.terminal import drop_unwritten, in_notebook, print_remark
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# Slurm warns by USR1 or USR2 (--signal), and a terminal that is lost by HUP. A program may use them for something else,
-# and nohup ignores HUP: only where they would kill the process are they heard.
-_ONLY_WHERE_DEADLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-_STOPPED_AT_ONCE = 130
-# Where nothing would be lost, or the user insists, the main thread gets this long to leave in order.
-_LEAVING_SECONDS = 2.0
-_TICK_SECONDS = 0.1
-# In the pipe of signals, where no signal has the number 0.
+# Slurm warns by USR1 or USR2 (--signal), and a lost terminal sends HUP. A program may use them for something else, and
+# nohup ignores HUP, so they are handled only where they would end the process.
+_HANDLED_IF_DEADLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_INTERRUPTED = 130
+# The main thread has this long after a signal to end the run itself.
+_MAIN_THREAD_SECONDS = 2.0
+_TICK_SECONDS = 0.5
+_NOTHING_UNSAVED = "stopped with nothing unsaved: run again to resume"
+# Written to the pipe of signals to end its reader; no signal has the number 0.
 _END = b"\0"
 
 
 class StopNow(BaseException):
-    """Raised in the main thread by a signal, where nothing is lost by leaving; no `except Exception` may keep it."""
+    """Raised in the main thread by a signal; not an Exception, so that code which catches those does not keep it."""
 
 
 class StoppedWaiting(DataError):
-    """The run is to stop, and no further batch is taken."""
+    """The run is to stop, so that no further batch is read."""
+
+
+@contextlib.contextmanager
+def handle_signals() -> Iterator["Interrupt"]:
+    """Handle signals in a block; enter it after `jax.distributed`.
+
+    Outside the main thread no handler can be set, and no signal is handled.
+    """
+    import jax
+
+    # Asking for the process count of an undistributed run would start the backend.
+    interrupt = Interrupt(has_peers=jax.distributed.is_initialized() and jax.process_count() > 1)
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt
+        return
+    try:
+        with interrupt.listen():
+            yield interrupt
+    except StopNow:  # raised between the call of `free_to_leave` and its block
+        raise PreemptedError(_NOTHING_UNSAVED) from None
 
 
 class Interrupt:
-    """Watches for signals while it is entered; enter it in the main thread, after `jax.distributed`.
+    """The request to stop, which signals make."""
 
-    Outside the main thread no handler can be set, and nothing is heard.
-    """
-
-    def __init__(self) -> None:
-        self._several = self._wanted = self._raises = False
-        self._presses = self._points = 0
-        self._previous: dict[int, Any] = {}
-        # Closes the run on another thread, in a block that may be left, and the lock of whoever does so.
-        self._close: Callable[[], object] | None = None
-        self._closing = threading.Lock()
+    def __init__(self, *, has_peers: bool) -> None:
+        self._has_peers = has_peers  # other processes of the same run
+        self._is_requested = False
+        self._raises = False
+        self._may_end_process = False
+        self._num_points = 0
         self._reason = ""
         self._since: float | None = None
-        self._ends = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        import jax
-
-        # Asking for the process count of an undistributed run would start the backend.
-        self._several = jax.distributed.is_initialized() and jax.process_count() > 1
-        if threading.current_thread() is threading.main_thread():
-            self._listen()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self._ends.close()
-        if kind is StopNow:  # raised as a block that it may leave was just over
-            raise self._left() from None
 
     def requested(self) -> bool:
-        """Whether to stop at this point. With several processes every one must ask, at the same points of the run."""
-        if self._several:
+        """Return whether to stop at this point; every process of the run asks at the same points."""
+        if self._has_peers:
             from jax.experimental import multihost_utils
 
-            self._points += 1
-            self._wanted = multihost_utils.reached_preemption_sync_point(self._points) or self._wanted
-        return self._wanted
-
-    def check(self) -> None:
-        """Leave a block of `free_to_leave` if the run is to stop; with several processes every one must call it."""
-        if self.requested():
-            raise StopNow
+            self._num_points += 1
+            if multihost_utils.reached_preemption_sync_point(self._num_points):
+                self._is_requested = True
+        return self._is_requested
 
     @contextlib.contextmanager
-    def free_to_leave(self, close: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A block in which nothing is lost by leaving: a signal raises a PreemptedError at once, also in a compilation.
+    def free_to_leave(self) -> Iterator[None]:
+        """A block in which nothing is unsaved: a signal raises a PreemptedError, or ends the process in C code.
 
-        `close` closes the files of the run; it is called on another thread where the main thread does not come back.
+        With several processes only a signal before the block does so, because they leave together.
         """
         try:
-            with self._raising(close):
-                self.check()
+            with self._raising(may_end_process=True):
                 yield
         except StopNow:
-            raise self._left() from None
+            raise PreemptedError(_NOTHING_UNSAVED) from None
 
     def until_asked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, until the run is to stop: StoppedWaiting comes then, also in place of a batch that does not."""
+        """Yield the batches; raise StoppedWaiting once the run is to stop, also while a batch is waited for."""
         while True:
             try:
-                self.check()
-                with self._raising(self._close):
-                    if self._wanted:
-                        raise StopNow
+                with self._raising():
                     batch = next(batches)
             except StopIteration:
                 return
@@ -121,132 +113,110 @@ class Interrupt:
             yield batch
 
     def seconds_since(self) -> str:
-        """`, 0.9 s after SIGTERM`, for the last line; empty where this process did not hear the signal itself."""
-        return "" if self._since is None else f", {time.monotonic() - self._since:.1f} s after {self._reason}"
-
-    def _left(self) -> PreemptedError:
-        by = f" by {self._reason}" if self._reason else ""
-        return PreemptedError(f"stopped{by} with nothing unsaved{self.seconds_since()}: run again to resume")
+        """Return `, 0.9 s after SIGTERM` for the last line, or "" where this process did not receive the signal."""
+        if self._since is None:
+            return ""
+        return f", {time.monotonic() - self._since:.1f} s after {self._reason}"
 
     @contextlib.contextmanager
-    def _raising(self, close: Callable[[], object] | None) -> Iterator[None]:
-        before = self._raises, self._close
+    def _raising(self, *, may_end_process: bool = False) -> Iterator[None]:
+        """A block that the first signal leaves by StopNow, as does a request to stop before it."""
         try:
             self._raises = True
-            self._close = close
+            self._may_end_process = may_end_process and not self._has_peers
+            if self.requested():
+                raise StopNow
             yield
         finally:
-            # While the watcher closes the run in place of this thread, this thread waits for the end.
-            with self._closing:
-                self._raises, self._close = before
+            self._raises = False
+            self._may_end_process = False
 
-    def _listen(self) -> None:
-        """Set the handlers, and start the thread that hears signals whatever the main thread does."""
-        for number in _HEARD:
-            is_jax = self._several and number == signal.SIGTERM
-            is_free = number not in _ONLY_WHERE_DEADLY or signal.getsignal(number) in (signal.SIG_DFL, end_at_signal)
-            if is_free and not is_jax:
-                self._previous[number] = signal.signal(number, self._handle)
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Set the handlers, and start the thread that reads the signals whatever the main thread does."""
+        numbers = [signal.SIGINT]
+        if not self._has_peers:
+            numbers.append(signal.SIGTERM)
+        numbers += [each for each in _HANDLED_IF_DEADLY if signal.getsignal(each) in (signal.SIG_DFL, end_at_signal)]
+        handlers = {number: signal.signal(number, self._handle) for number in numbers}
         read, write = os.pipe()
         os.set_blocking(write, False)
-        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        watcher = threading.Thread(target=self._watch, args=(read,), name="jaxtrain-signals", daemon=True)
+        wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(read, numbers), name="jaxtrain-signals", daemon=True)
         watcher.start()
 
-        def put_back() -> None:
-            signal.set_wakeup_fd(before)
-            for number, handler in self._previous.items():
-                # None stands for a handler that was not set from Python and cannot be set back from it.
-                if handler is not None:
-                    signal.signal(number, handler)
-            self._previous.clear()
+        def restore() -> None:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-        def end() -> None:
-            signal.set_wakeup_fd(before)
-            # A byte, since a child that C code forked may hold the pipe.
-            with contextlib.suppress(OSError):
-                os.write(write, _END)
-            watcher.join(_LEAVING_SECONDS)
-            put_back()
+        def restore_in_child() -> None:
+            restore()
+            # jax's handler, too, would keep a worker from being ended by it.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+        keep_in_children = drop_in_children(restore_in_child)
+        try:
+            yield
+        finally:
+            keep_in_children()
+            restore()
+            # Closing the pipe would not do: forked children hold copies of it.
+            os.write(write, _END)
+            watcher.join(_MAIN_THREAD_SECONDS)
             os.close(write)
-            if not watcher.is_alive():
-                os.close(read)
-
-        def forget() -> None:
-            """In a forked child, whose signals are not those of the run."""
-            put_back()
-            self._ends.pop_all()
-            if self._several:  # jax's own handler would keep a worker from being ended by SIGTERM
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-        self._ends.callback(drop_in_children(forget))
-        self._ends.callback(end)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, once it is in Python again."""
-        if number == signal.SIGINT:
-            self._presses += 1
-            if self._presses > 1:
-                raise KeyboardInterrupt
-        if self._several:
+        """Handle a signal in the main thread, once that runs Python code again."""
+        if number == signal.SIGINT:  # the second one raises KeyboardInterrupt
+            signal.signal(number, signal.default_int_handler)
+        if self._has_peers:
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        is_first = not self._wanted
-        self._wanted = True
-        self._note_reason(number)
-        if is_first and self._raises:
+        self._is_requested = True
+        if self._raises:
+            self._raises = False  # a further signal must not interrupt the cleanup
             raise StopNow
 
-    def _watch(self, descriptor: int) -> None:
-        presses = 0
-        is_told = False
-        insisted = None
+    def _watch(self, pipe: int, handled: Collection[int]) -> None:
+        """Report the first signal, and end the process where the main thread does not do so in time."""
+        is_interactive = in_notebook() or hasattr(sys, "ps1")
+        num_interrupts = 0
+        latest: float | None = None
         while True:
-            ready, _, _ = select.select([descriptor], [], [], None if self._since is None else _TICK_SECONDS)
-            heard = os.read(descriptor, 64) if ready else b""
-            for number in heard:
-                presses += number == signal.SIGINT
+            ready, _, _ = select.select([pipe], [], [], _TICK_SECONDS)
+            received = os.read(pipe, 64) if ready else b""
+            for number in received:
+                if number not in handled:
+                    continue
                 if number == signal.SIGHUP:
-                    _forget_lost_terminal()
-                if number in self._previous and not is_told:
-                    is_told = True
-                    self._say(number)
-            if _END in heard:
+                    _drop_lost_terminal()
+                if latest is None:
+                    self._report(number)
+                num_interrupts += number == signal.SIGINT
+                latest = time.monotonic()
+            if _END in received:
+                os.close(pipe)
                 return
-            insisted = insisted or (time.monotonic() if presses > 1 else None)
-            if not (in_notebook() or hasattr(sys, "ps1")):  # where somebody goes on typing, the process is not ours
-                self._lose_patience(insisted)
-
-    def _note_reason(self, number: int) -> None:
-        if self._since is None:  # the main thread may be quicker than the one that watches
-            self._reason = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            self._since = time.monotonic()
-
-    def _say(self, number: int) -> None:
-        self._note_reason(number)
-        does = "saving" if self._close is None else "nothing is unsaved"
-        more = "; press again to stop at once" if number == signal.SIGINT else ""
-        # Not print: the main thread may be in the middle of another write to the same buffer.
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n{self._reason}: {does}, then exit 75{more}\n".encode())
-
-    def _lose_patience(self, insisted: float | None) -> None:
-        """End the process where the main thread does not come back to do so."""
-        now = time.monotonic()
-        if insisted is not None and now - insisted > _LEAVING_SECONDS:
-            exit_at_once(_STOPPED_AT_ONCE)
-        if insisted is not None or self._several or self._since is None or now - self._since < _LEAVING_SECONDS:
-            return
-        with self._closing:
-            if self._close is not None:
-                with contextlib.suppress(Exception):  # nothing is unsaved, and the process ends
-                    self._close()
-                print_remark(f"jaxtrain: {self._left()}")
+            if is_interactive or latest is None or time.monotonic() - latest < _MAIN_THREAD_SECONDS:
+                continue
+            if num_interrupts > 1:
+                exit_at_once(_INTERRUPTED)
+            if self._may_end_process:
+                print_remark(f"jaxtrain: {_NOTHING_UNSAVED}")
                 exit_at_once(PreemptedError.exit_code)
 
+    def _report(self, number: int) -> None:
+        self._since = time.monotonic()
+        self._reason = signal.Signals(number).name
+        text = f"\n{self._reason}: saving what is unsaved, then exit 75; a second Ctrl-C stops at once\n"
+        # Not print, because the main thread may be writing to the same buffer.
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
 
-def _forget_lost_terminal() -> None:
-    """Send what is printed nowhere, where the terminal is gone: writing to it would end the run with an error."""
+
+def _drop_lost_terminal() -> None:
+    """Send what is printed nowhere if the terminal is gone: writing to it would end the run with an error."""
     for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
         try:
             termios.tcgetattr(stream.fileno())

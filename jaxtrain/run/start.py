@@ -58,8 +58,8 @@ def check_class_order(config: Config, classes: Sequence[str] | None) -> None:
     path = published_from(config.model)
     if path is None or classes is None or config.finetune.adapter is not None or fresh_parts(config.model):
         return
-    names = label_names(read_published_config(Path(path))) or ()
-    if list(classes) != list(names) and sorted(classes) == sorted(names):
+    names = list(label_names(read_published_config(Path(path))) or [])
+    if list(classes) != names and sorted(classes) == sorted(names):
         raise ConfigError(
             f"the head of {path} numbers its classes {', '.join(names[:3])}, ..., but the data "
             f"{', '.join(classes[:3])}, ...; write them as numbers (0 for {names[0]}, 1 for {names[1]}, ...)"

@@ -1,7 +1,7 @@
-"""Starts a run again after a failure: after which failures, after which wait, and when it gives up. No jax here.
+"""Starts a run again after a failure: after which exit codes, after which wait, and when it gives up. No jax here.
 
-The supervisor knows a run by its files only: the newest checkpoint, the last row of metrics. The process that it starts
-verifies the checkpoint, and goes on from an older one where the newest is damaged.
+The supervisor knows a run by its files only. The process that it starts verifies the newest checkpoint, and resumes
+from an older one if that is damaged.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxtrain.checkpoint.directory import list_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
@@ -18,46 +17,27 @@ from jaxtrain.metrics.history import read_rows
 from jaxtrain.runtime.terminal import print_remark
 
 _LONGEST_WAIT_SECONDS = 60
-# An end that would come again (a mistake in the config, data that is wrong, the same numbers from the same batches), or
-# that somebody asked for: saved on a signal, Ctrl-C, a reader that left.
-_NEVER = {
+# A failure that would come again (a mistake in the config, wrong data, the same numbers from the same batches), or an
+# end that somebody asked for: saved on a signal, Ctrl-C, a reader of its output that left.
+FINAL_CODES = {
     0,
     ConfigError.exit_code,
     DataError.exit_code,
+    CheckpointError.exit_code,
     DivergedError.exit_code,
     PreemptedError.exit_code,
     128 + signal.SIGINT,
     128 + signal.SIGTERM,
-    128 + signal.SIGHUP,
     128 + signal.SIGPIPE,
-    128 + signal.SIGUSR1,
-    128 + signal.SIGUSR2,
 }
 
 
-class Position(NamedTuple):
-    """How far a run is: the last step that left a row or a checkpoint, and the newest checkpoint; 0: none."""
-
-    step: int = 0
-    saved: int = 0
-
-
-def read_position(run_dir: Path | None) -> Position:
-    """Return how far the run of a directory is; damaged or missing files count as nothing done."""
-    if run_dir is None:
-        return Position()
-    saved = 0
+def last_step(run_dir: Path) -> int:
+    """Return the last step of a run that left a row or a checkpoint; damaged or missing files count as none."""
+    steps = [row["step"] for row in read_rows(run_dir / "metrics.jsonl")]
     with contextlib.suppress(CheckpointError):
-        saved = max(list_steps(checkpoint_folder(run_dir)), default=0)
-    logged = [row["step"] for row in read_rows(run_dir / "metrics.jsonl")]
-    return Position(max([saved, *logged]), saved)
-
-
-def is_restarted(code: int, *, has_trained: bool) -> bool:
-    """Whether another start may get over an end: of checkpoints (4) where the run trained, and storage failed."""
-    if code == CheckpointError.exit_code:
-        return has_trained
-    return code not in _NEVER
+        steps += list_steps(checkpoint_folder(run_dir))
+    return max(steps, default=0)
 
 
 def supervise(
@@ -68,43 +48,37 @@ def supervise(
     asked: threading.Event,
     how_ended: Callable[[int], str],
 ) -> int:
-    """Start a run, and again after each failure that another start may get over, after 1, 2, 4 ... 60 s.
+    """Start a run, and again after each failure that another start may overcome, after 1, 2, 4 ... 60 s.
 
     Args:
-        start: runs the processes to their end, and gives the exit code; receives whether a start before it left a
-            trace, so that what the directory held before all of them is not resumed.
+        start: runs the processes to their end and returns the exit code; receives whether an earlier start left a
+            trace in the run directory, which is then resumed.
         run_dir: directory of the run; None: not known, since the processes are of a program.
         restarts: the largest number of restarts.
-        asked: set once the end was asked for by a signal; where nothing runs then, the result is 75.
+        asked: set once a signal asked for the end; if no process runs then, the result is 75.
         how_ended: exit code -> words.
     """
-    number = 0
-    in_a_row = 0  # restarts without a new checkpoint
+    first_step = 0 if run_dir is None else last_step(run_dir)
+    step = first_step
     last_failure = None
-    first = read_position(run_dir)
-    reached = first
+    number = 0
     while True:
-        before = reached
-        code = start(reached != first)
-        reached = read_position(run_dir)
-        has_saved = reached.saved > before.saved
-        if asked.is_set() or not is_restarted(code, has_trained=has_saved or reached.step > before.step):
+        code = start(step != first_step)
+        if asked.is_set() or code in FINAL_CODES:
             return code
-        in_a_row = 1 if has_saved else in_a_row + 1
         end = f"jaxtrain: the run {how_ended(code)}"
-        where = ""
         if run_dir is not None:
-            end += f" at step {reached.step}"
-            where = f" from step {reached.saved} (of {reached.step})"
-            if (code, reached.step) == last_failure:
+            step = last_step(run_dir)
+            end += f" at step {step}"
+            if (code, step) == last_failure:
                 print_remark(f"{end}, twice in a row: it would fail there again, so it is not restarted")
                 return code
-        last_failure = (code, reached.step)
+            last_failure = (code, step)
         if number == restarts:
-            print_remark(f"{end} after {number} restart{'s' * (number != 1)}, as many as --restarts allows")
+            print_remark(f"{end}; --restarts {restarts} allows no further restart")
             return code
+        wait = min(2**number, _LONGEST_WAIT_SECONDS)
         number += 1
-        wait = min(2 ** min(in_a_row - 1, 10), _LONGEST_WAIT_SECONDS)
-        print_remark(f"{end}; restart {number} of {restarts} in {wait} s{where}")
+        print_remark(f"{end}; restart {number} of {restarts} in {wait} s")
         if asked.wait(wait):
             return PreemptedError.exit_code

@@ -20,7 +20,7 @@ from jaxtrain.config.schema import limits
 from jaxtrain.data import prefetch
 from jaxtrain.data.batches import queue_depth
 from jaxtrain.data.configured import open_run_data
-from jaxtrain.errors import ConfigError, DivergedError, PreemptedError, StorageError
+from jaxtrain.errors import ConfigError, DivergedError, PreemptedError
 from jaxtrain.layout.mesh import make_mesh
 from jaxtrain.layout.rules import config_degrees
 from jaxtrain.metrics.evaluation import TO_HOLD_OUT
@@ -33,9 +33,9 @@ from jaxtrain.metrics.writers import Scalars
 from jaxtrain.run.agreement import run_facts, spec_facts
 from jaxtrain.run.assemble import Run, assemble
 from jaxtrain.run.callbacks import EARLY_STOPPED, Watch
-from jaxtrain.run.checkpointing import RunSaves, begin_folder, is_due, open_checkpoints, take_up_metrics
+from jaxtrain.run.checkpointing import RunSaves, is_due
 from jaxtrain.run.compiling import TracedStep, compile_step
-from jaxtrain.run.directory import RunLock
+from jaxtrain.run.directory import lock_run
 from jaxtrain.run.evaluation import HeldOut
 from jaxtrain.run.messages import BadSteps, diverged, first_lines, last_lines, shown_metrics
 from jaxtrain.run.profiling import Profile
@@ -48,7 +48,7 @@ from jaxtrain.run.resume import (
     run_metadata,
 )
 from jaxtrain.run.sample import sample_text
-from jaxtrain.run.signals import Interrupt, StoppedWaiting
+from jaxtrain.run.signals import Interrupt, StoppedWaiting, handle_signals
 from jaxtrain.run.spec import RunSpec
 from jaxtrain.run.start import describe_start, resumed_state, start_notes, start_of, trained_leaves
 from jaxtrain.run.watchdog import Activity, watched
@@ -111,9 +111,9 @@ def train(spec: RunSpec) -> Result:
         check_trackers(spec.config.logging)
     progress = spec.progress or Progress(process_index=0 if is_main_process() else 1)
     with (
-        Interrupt() as interrupt,
+        handle_signals() as interrupt,
         progress,
-        on_main_process(RunLock(spec.run_dir)),
+        on_main_process(lock_run(spec.run_dir)),
         watched(limits(spec.config.watchdog), spec.run_dir) as activity,
     ):
         with interrupt.free_to_leave():
@@ -151,9 +151,8 @@ class Trainer:
         self.spent = TimeSpent(during=activity.during)
         with self.spent.measure("reading data"):
             self.run = together(self._open, says=run_facts)
-        interrupt.check()
         self.metadata = run_metadata(self.run)
-        self.checkpointer, owner = open_checkpoints(
+        self.saves = RunSaves(
             self.run.config.checkpoint,
             spec.run_dir,
             name=spec.loaded.name,
@@ -161,6 +160,7 @@ class Trainer:
             resume=spec.resume,
             report=progress.message,
         )
+        self.checkpointer = self.saves.checkpointer
         with _closing_on_failure(lambda status: self.checkpointer.close()):
             self.record = RunRecord(spec.run_dir, self.spent, report=progress.message)
             self.evaluation = HeldOut(self.run)
@@ -182,9 +182,6 @@ class Trainer:
             if not is_closed:
                 self.record.open(self.run, self.metadata, start=self.step)
             self.is_closed = is_closed
-            self.saves = RunSaves(
-                self.checkpointer, self.run.config.checkpoint, spec.run_dir, report=progress.message, owner=owner
-            )
             self.steps = StepLog(self.run, meter=self.meter, record=self.record, spent=self.spent, progress=progress)
 
     def _open(self) -> Run:
@@ -229,7 +226,7 @@ class Trainer:
         self._begin_watching()
         # Only once the step runs: a mistake that shows in compiling leaves an earlier run as it was.
         if is_main_process():
-            begin_folder(self.checkpointer.directory, run.config.checkpoint, self.spec.run_dir, self.progress.message)
+            self.saves.set_earlier_aside()
         return base
 
     def _resume(self, saved_step: int) -> BaseRecord | None:
@@ -242,8 +239,7 @@ class Trainer:
             run_dir=spec.run_dir,
             may_change=spec.resume is not None,
         )
-        if self.run.config.checkpoint.directory is not None:
-            take_up_metrics(self.checkpointer.directory, spec.run_dir)
+        together(self.saves.restore_metrics)
         traced = self._trace([])
         saved = self.checkpointer.metadata()
         may_change = spec.resume == "must"
@@ -270,7 +266,6 @@ class Trainer:
 
     def _begin_watching(self) -> None:
         """Follow the steps after the one that the state is of."""
-        self.interrupt.check()
         spec = self.spec
         self.watch = Watch(self.run.config, spec.run_dir, spec.callbacks, start=self.step, log=self.record.log)
 
@@ -374,7 +369,7 @@ class Trainer:
                 self.step = number
                 finish_step(waited)
                 in_flight = (number, new_metrics, waited)
-                if self.interrupt.requested() or number == settings.steps:
+                if number == settings.steps:
                     break
                 wants_save = self.saves.is_due(number)
                 evaluates = is_due(number, run.config.evaluation.every)
@@ -394,8 +389,6 @@ class Trainer:
         if self.watch.status is None:
             self._call_back(metrics)  # of the last step
         self.steps.end()  # before the evaluation of that step
-        if not self._has_ended():
-            self._stop()
 
     def _call_back(self, metrics: Metrics) -> None:
         """Call the callbacks that want to see the step that is done; where one fails, the state is saved first."""
@@ -448,7 +441,7 @@ class Trainer:
             return
         with contextlib.suppress(Exception):
             self._save()
-            self.saves.wait(hurry=True)
+            self.saves.wait()
             where = self.checkpointer.directory
             self.progress.message(f"step {self.step} is saved in {where}: run again to resume")
 
@@ -460,7 +453,7 @@ class Trainer:
             raise PreemptedError(f"stopped before the first step of {last}{asked}; nothing is lost: run again to start")
         began = time.monotonic()
         self._save()
-        self.saves.wait(hurry=True)
+        self.saves.wait()
         raise PreemptedError(
             f"stopped after step {self.step} of {last}; saved in {self.checkpointer.directory} in "
             f"{time.monotonic() - began:.1f} s{self.interrupt.seconds_since()}: run again to resume"
@@ -468,9 +461,9 @@ class Trainer:
 
     def _sample(self) -> str | None:
         """Write a sample of the state, which is saved: a signal leaves it for the next start."""
-        with self.interrupt.free_to_leave(lambda: self.close("preempted")):
-            with self.spent.measure("saving"):
-                self.saves.wait(hurry=True)  # what follows may fail, and the run is saved whatever it does
+        with self.spent.measure("saving"):
+            self.saves.wait(until_verified=True)  # what follows may fail, and the run is saved whatever it does
+        with self.interrupt.free_to_leave():
             with self.spent.measure("sampling"):
                 sample = sample_text(self.run, self.state, self.progress)
             if sample is not None:
@@ -482,16 +475,10 @@ class Trainer:
         return {**self.steps.row, **self.evaluation.metrics}
 
     def close(self, status: str) -> None:
-        """Finish the last save, then close the files of the run with its status; a second call does nothing."""
+        """Release the saves, then close the files of the run with its status; a second call does nothing."""
         self.steps.end()
-        try:
-            with self.spent.measure("saving"):
-                # A run that failed in one process agrees on nothing: the others are elsewhere.
-                agrees = status not in ("failed", "stopped")
-                self.saves.close(hurry=status == "preempted", agrees=agrees)
-        except StorageError:
-            self.record.close("failed", self._final_metrics(), self.progress)
-            raise
+        with self.spent.measure("saving"):
+            self.saves.close()
         with self.activity.during("report"):
             self.record.close(
                 status,

@@ -13,7 +13,7 @@ from jaxtrain.checkpoint.places import EXTRAS, RemotePath
 from jaxtrain.checkpoint.run_folder import MARKER, NOTE, checkpoint_folder
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.checkpointing import open_checkpoints
+from jaxtrain.run.checkpointing import RunSaves
 
 
 def test_an_address_has_one_form():
@@ -89,10 +89,8 @@ def test_a_run_that_goes_on_in_its_directory_forgets_where_it_was(tmp_path: Path
     options = {"name": "a", "identity": "an identity", "report": print}
 
     def opened(resume: str | None) -> Any:
-        checkpointer, owner = open_checkpoints(CheckpointConfig(), tmp_path, resume=resume, **options)
-        return checkpointer.directory, owner
+        return RunSaves(CheckpointConfig(), tmp_path, resume=resume, **options).checkpointer.directory
 
-    assert opened("never") == (here, None)
-    assert checkpoint_folder(tmp_path) == elsewhere  # until what is there is moved aside
-    assert opened(None) == (here, None)
+    assert checkpoint_folder(tmp_path) == elsewhere
+    assert opened(None) == here
     assert checkpoint_folder(tmp_path) == here

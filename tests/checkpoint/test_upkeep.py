@@ -51,23 +51,23 @@ def test_processes_agree_when_minutes_have_passed(tmp_path: Path, monkeypatch: p
     now, answers, saved = 0.0, [], []
     clocks = [lambda: now, lambda: 1e6 + 3 * now]
     agree = [lambda decide: answers.append(decide()) or answers[-1], lambda decide: answers[-1]]
+    options = {"name": "a", "identity": "an identity", "resume": None, "report": print}
+    processes = []
+    for clock in clocks:
+        monkeypatch.setattr("jaxtrain.run.checkpointing.time.monotonic", clock)
+        processes.append(RunSaves(CheckpointConfig(every_minutes=2), tmp_path, **options))
     monkeypatch.setattr("jaxtrain.run.checkpointing.jax.process_count", lambda: 2)
-    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
-        processes = []
-        for clock in clocks:
+    for number in range(1, 301):
+        now += 1.0 if number < 200 else 10.0
+        due = []
+        for process, clock, answer in zip(processes, clocks, agree, strict=True):
             monkeypatch.setattr("jaxtrain.run.checkpointing.time.monotonic", clock)
-            processes.append(RunSaves(checkpointer, CheckpointConfig(every_minutes=2), tmp_path, report=print))
-        for number in range(1, 301):
-            now += 1.0 if number < 200 else 10.0
-            due = []
-            for process, clock, answer in zip(processes, clocks, agree, strict=True):
-                monkeypatch.setattr("jaxtrain.run.checkpointing.time.monotonic", clock)
-                monkeypatch.setattr("jaxtrain.run.checkpointing.from_process_0", answer)
-                due.append(process.is_due(number))
-                if due[-1]:
-                    process._saved_at = clock()
-            assert due[0] == due[1]
-            saved += [number] if due[0] else []
+            monkeypatch.setattr("jaxtrain.run.checkpointing.from_process_0", answer)
+            due.append(process.is_due(number))
+            if due[-1]:
+                process._saved_at = clock()
+        assert due[0] == due[1]
+        saved += [number] if due[0] else []
     assert saved[0] == 120
     # Every tenth step is asked.
     assert {after - before for before, after in itertools.pairwise(saved[2:])} == {20}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.run.directory import LOCK_NAME, RunLock
+from jaxtrain.run.directory import LOCK_NAME, lock_run
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxtrain.run.directory import RunLock
-with RunLock(Path(sys.argv[1])):
+from jaxtrain.run.directory import lock_run
+with lock_run(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -34,9 +34,9 @@ def holder(tmp_path):
 
 def test_a_second_process_is_refused(tmp_path, holder):
     phrase = rf"run is in use by process {holder.pid} on \S+ since \S+ \S+; use another --run-dir or stop it$"
-    with pytest.raises(ConfigError, match=phrase), RunLock(tmp_path / "run"):
+    with pytest.raises(ConfigError, match=phrase), lock_run(tmp_path / "run"):
         pass
-    with pytest.raises(ConfigError, match=phrase), RunLock(tmp_path / "run"):
+    with pytest.raises(ConfigError, match=phrase), lock_run(tmp_path / "run"):
         pass  # the refused attempt did not disturb the holder's note
 
 
@@ -44,15 +44,15 @@ def test_a_killed_holder_leaves_the_directory_free(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert str(holder.pid) in (tmp_path / "run" / LOCK_NAME).read_text()
-    with RunLock(tmp_path / "run"):
-        assert f'"pid": {os.getpid()}' in (tmp_path / "run" / LOCK_NAME).read_text()
+    with lock_run(tmp_path / "run"):
+        assert f"process {os.getpid()} on" in (tmp_path / "run" / LOCK_NAME).read_text()
 
 
 def test_a_holder_without_a_note_and_a_file_in_the_way(tmp_path):
-    with RunLock(tmp_path):
+    with lock_run(tmp_path):
         (tmp_path / LOCK_NAME).write_text("")
         with pytest.raises(ConfigError, match="in use by another process"):
-            RunLock(tmp_path).__enter__()
+            lock_run(tmp_path).__enter__()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"is a file; use another --run-dir$"):
-        RunLock(tmp_path / "file" / "run").__enter__()
+    with pytest.raises(ConfigError, match=r"cannot be used: File exists; use another --run-dir$"):
+        lock_run(tmp_path / "file").__enter__()

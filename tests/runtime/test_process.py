@@ -19,7 +19,7 @@ from jaxtrain.runtime.host import end_at_signals
 folder = Path(sys.argv[1])
 end_at_signals()
 fork = multiprocessing.get_context("fork")
-with jaxtrain.run.directory.RunLock(folder), jaxtrain.run.signals.Interrupt() as interrupt:
+with jaxtrain.run.directory.lock_run(folder), jaxtrain.run.signals.handle_signals() as interrupt:
     workers = [fork.Process(target=time.sleep, args=(60,), daemon=True) for _ in range(2)]
     for worker in workers:
         worker.start()
@@ -30,7 +30,7 @@ with jaxtrain.run.directory.RunLock(folder), jaxtrain.run.signals.Interrupt() as
     os.killpg(0, signal.SIGINT)
     time.sleep(0.2)
     print(interrupt.requested(), flush=True)
-with jaxtrain.run.directory.RunLock(folder):  # the workers, which live, do not hold it
+with jaxtrain.run.directory.lock_run(folder):  # the workers, which live, do not hold it
     print("left", flush=True)
 """
 
