@@ -30,6 +30,7 @@ from jaxtrain.inference.opened import OpenedModel
 from jaxtrain.inference.prompts import SpecialTokens
 from jaxtrain.inference.published import TOKENIZER_FILE, kept_published, read_texts, read_tokenizer
 from jaxtrain.metrics.history import draw_history, last_evaluation, read_history
+from jaxtrain.metrics.runinfo import run_text
 from jaxtrain.models.model import Model
 from jaxtrain.models.sharded import ShardedModel
 from jaxtrain.models.task import Task
@@ -247,6 +248,9 @@ class OpenedRun(OpenedModel):
     own_model: Model | None
     has_other_data: bool
 
+    def __repr__(self) -> str:
+        return f"Run {run_text(self.path)}"
+
     def __fspath__(self) -> str:
         """The path of the run, or of the one step of it that was asked for."""
         if self.requested_step is None:
@@ -296,10 +300,9 @@ class OpenedRun(OpenedModel):
         return {} if origin is None else origin.config
 
     @property
-    def classes(self) -> tuple[str, ...] | None:
+    def classes(self) -> Sequence[str] | None:
         """The names of the classes in the order of the outputs; None: the data of the run did not name any."""
-        names = self.reading.get("classes")
-        return None if names is None else tuple(names)
+        return self.reading.get("classes")
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.checkpoint.directory import list_steps
+from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config.schema import Config
 from jaxtrain.config.secrets import redacted, redacted_words
 from jaxtrain.metrics.history import last_metrics
@@ -101,7 +103,7 @@ def _timestamp() -> str:
 
 
 def run_text(run_dir: Path) -> str:
-    """A run in two or three lines, its state, model and last metrics; files that are missing leave out their part."""
+    """A run in a few lines: state, model, last metrics, checkpoints; files that are missing leave out their part."""
     info = read_run_info(run_dir)
     steps, model = info.get("config", {}).get("train", {}).get("steps"), info.get("model")
     found = last_metrics(run_dir / "metrics.jsonl", ("loss", "accuracy", "learning_rate"))
@@ -111,6 +113,7 @@ def run_text(run_dir: Path) -> str:
         f"{run_dir}: {info.get('status') or 'no run.json'}{'' if steps is None else f' ({steps:,} steps)'}",
         f"{model['name']}, {model['num_parameters']:,} parameters" if model else "",
         ", ".join(f"{name} {value:.5g}" for name, value in found.items()),
+        f"checkpoints: {', '.join(map(str, list_steps(checkpoint_folder(run_dir))[-5:])) or 'none'}",
     ]
     return "\n  ".join(line for line in lines if line)
 

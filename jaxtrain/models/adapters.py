@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jaxtrain.config.schema import LoraConfig
 from jaxtrain.errors import ConfigError
@@ -28,7 +27,7 @@ from jaxtrain.models.model import (
     by_row_as,
     parameter_shapes,
 )
-from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, is_kernel, is_quantized, quantize_kernel
+from jaxtrain.precision.kernels import LowRankKernel, QuantizedKernel, is_kernel, quantize_kernel
 from jaxtrain.precision.nf4 import Nf4Kernel, dequantize, quantize_nf4
 
 FORMATS = ("int8", "nf4")
@@ -260,10 +259,3 @@ def quantize(params: Params, model: Model, format: str = "int8") -> Params:
         return quantize_kernel(leaf, *model.linears[name])
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_kernel)
-
-
-def quantized_bytes(params: Params, dtype: DTypeLike) -> tuple[int, int]:
-    """Count the bytes of quantized kernels as they are stored, and of the same kernels in a floating-point dtype."""
-    kernels = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
-    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(kernels))
-    return stored, sum(math.prod(kernel.shape) for kernel in kernels) * jnp.dtype(dtype).itemsize

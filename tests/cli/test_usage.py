@@ -65,7 +65,11 @@ USAGE = {
         2,
         r"hardware\.yaml:1: h100: no key",
     ),
-    "a run directory that is a file": ("train quickstart --run-dir file", 2, r"run directory file is a file"),
+    "a run directory that is a file": (
+        "train quickstart --run-dir file",
+        2,
+        r"run directory file cannot be used: File exists",
+    ),
 }
 
 

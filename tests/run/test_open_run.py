@@ -175,7 +175,7 @@ def test_data_that_scales_itself_is_not_taken_for_the_runs(tmp_path):
 
     config = {**CONFIG, "data": table("train.csv", 0), "train": {"steps": 1, "global_batch_size": 32}}
     run = jt.open_run(jt.run_config(config, run_dir=tmp_path / "run").run_dir)
-    assert run.classes == ("high", "low")
+    assert run.classes == ["high", "low"]
     other, reading = table("other.csv", 1), run.info["data"]["reading"]
     for use in (run.evaluate, run.predict):
         with pytest.raises(DataError, match=r'mean, deviation of this data.*reading=run.info\["data"\]\["reading"\]'):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,11 +17,10 @@ from jaxtrain.config.schema import Remat
 from jaxtrain.data import Batches, open_data
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout.mesh import make_mesh
-from jaxtrain.models.adapters import quantized_bytes
 from jaxtrain.models.shipped.build import build_model
 from jaxtrain.models.tasks import language_modeling, regression
 from jaxtrain.models.wrap import from_functions
-from jaxtrain.precision.kernels import QuantizedKernel
+from jaxtrain.precision.kernels import QuantizedKernel, is_quantized
 from jaxtrain.train.build import make_train_step
 from jaxtrain.train.step import TrainStep
 
@@ -81,7 +81,9 @@ def test_int8_evaluates_as_bf16_does():
     (loss, params), (expected, _) = evaluated("int8"), evaluated(None)
     assert abs(loss / expected - 1) < 0.01
     assert loss != expected
-    stored, in_bf16 = quantized_bytes(params, jnp.bfloat16)
+    kernels = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(kernels))
+    in_bf16 = sum(2 * math.prod(kernel.shape) for kernel in kernels)
     # A float32 scale for each of the 64 to 128 numbers of a channel.
     assert stored < (0.5 + 2 / 64) * in_bf16
     blocks = params["blocks"]
