@@ -40,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
             queue=arguments.queue,
             api_key=key,
         )
-        address = address_of(socket)
-        slots = f"{arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait"
         print_remark(repr(opened.sharded_model))
-        print_remark(f"model {service.name!r}: {slots}")
-        print_remark("Ctrl-C ends the server when running answers are done")
+        print_remark(
+            f"model {service.name!r}: {arguments.slots} slots of {service.length} tokens, {arguments.queue} may wait; "
+            "Ctrl-C ends when running answers are done"
+        )
         try:
             socket.listen()  # clients that come before the first answer wait
-            print_text(f"ready: {address}", flush=True)
+            print_text(f"ready: {address_of(socket)}", flush=True)
             serve_app(build_app(service, host=arguments.host), socket)
         finally:
             service.engine.close(drain=False)

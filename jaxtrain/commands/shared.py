@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,8 +53,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        cells = map(str.ljust, line, widths)
-        print_text("  ".join(cells).rstrip())
+        print_text("  ".join(map(str.ljust, line, widths)).rstrip())
 
 
 def print_records(records: Sequence[Mapping[str, Any]]) -> None:
@@ -63,15 +61,13 @@ def print_records(records: Sequence[Mapping[str, Any]]) -> None:
     if records:
         rows = []
         for record in records:
-            cells = [value_text(name, value) for name, value in record.items()]
-            rows.append(cells)
+            rows.append([value_text(name, value) for name, value in record.items()])
         print_table([*records[0]], rows)
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
     """Print a name and a value per line; those of a mapping inside have its name before theirs."""
-    rows = list(_fact_rows(facts))
-    print_table(("what", "value"), rows)
+    print_table(("what", "value"), [*_fact_rows(facts)])
 
 
 def _fact_rows(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -127,7 +123,5 @@ def writes(option: str) -> Iterator[None]:
     """Turn errors of writing the file that an option names into one line."""
     try:
         yield
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise  # a full disk is told as everywhere
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"{option} {error.filename}: {error.strerror}; give a file in a folder that exists") from None
