@@ -146,7 +146,7 @@ def write_texts(
             sharded_model.model, tokenizer, texts, add_special_tokens=writing.add_special_tokens
         )
     else:
-        assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer), "chats need a tokenizer.json"
+        assert isinstance(tokenizer, BpeTokenizer | ByteTokenizer)
         reader = PromptReader(tokenizer, chat, SpecialTokens())
         questions = [Conversation("the question", ({"role": "user", "content": text},)) for text in texts]
         encoded = [np.array(reader.of_chat(question), np.int32) for question in questions]

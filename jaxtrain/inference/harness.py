@@ -1,6 +1,7 @@
 """A trained model as lm-eval-harness asks it; needs the package lm-eval (the extra `harness`)."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ class HarnessModel(TemplateLM):
             # Of like lengths together, the longest first.
             sort_fn=lambda arguments: (-len(arguments[0]), arguments[0]),
             group_by="gen_kwargs",
-            group_fn=lambda arguments: arguments[1],
+            group_fn=operator.itemgetter(1),
         )
         answers: list[str] = []
         for batch in collator.get_batched(n=self._answers):
@@ -196,7 +197,7 @@ def read_generation(settings: Mapping[str, Any]) -> Writing:
     Raises:
         ConfigError: a setting that is not supported.
     """
-    settings = normalize_gen_kwargs(dict(settings))
+    settings = {**normalize_gen_kwargs(dict(settings))}
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:
         raise ConfigError(

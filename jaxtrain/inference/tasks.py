@@ -50,14 +50,13 @@ def evaluate_tasks(
     for name in ("lm_eval", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with contextlib.redirect_stdout(sys.stderr), _task_errors(", ".join(tasks)):
-        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
-
         from jaxtrain.inference.harness import HarnessModel
 
         names, manager = _find_tasks(tasks)
         opened = open_model(path, **how)
+        harness: Any = importlib.import_module("lm_eval")
         # Parameters are read at the first question: mistakes in tasks are found before.
-        results = simple_evaluate(
+        results = harness.simple_evaluate(
             model=HarnessModel(opened, chat=chat, batch_size=batch_size, report=report),
             tasks=names,
             task_manager=manager,
@@ -68,7 +67,6 @@ def evaluate_tasks(
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
         )
-    assert results is not None  # only further processes of the harness get none
     return opened.step, result_rows(results)
 
 

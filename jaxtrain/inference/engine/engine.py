@@ -56,7 +56,7 @@ class Slot:
     @property
     def request(self) -> Request:
         """The request that has the row."""
-        assert self.ticket is not None, "the row is free"
+        assert self.ticket is not None
         return self.ticket.request
 
     @property
