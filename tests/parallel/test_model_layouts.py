@@ -4,7 +4,6 @@ Tiny models on rows of their own kind: packed, padded, masked, labelled, pairs o
 to be the same on every layout too.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -252,7 +251,7 @@ def make_step(name: str, where: Layout, remat: str = "none") -> TrainStep:
         mesh=make_mesh_of(where.degrees),
         accumulation_steps=1 if task.rows == "global" else 2,
         # Of models this small the biases are more than the usual limit.
-        parallelism=dataclasses.replace(where.options, max_replicated_fraction=1),
+        parallelism=where.options.model_copy(update={"max_replicated_fraction": 1.0}),
     )
 
 
