@@ -100,6 +100,8 @@ def generate_text(
         add_special_tokens=add_special_tokens,
         cache_dtype=cache_dtype,
     )
+    if not prompts:
+        return []
     return joined(write_texts(sharded_model, params, tokenizer, prompts, writing), len(prompts))
 
 

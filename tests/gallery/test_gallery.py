@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.metrics.progress import Progress
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_gallery.py"
 
@@ -101,7 +100,7 @@ def test_a_page_trains_the_same_on_a_mesh_and_after_a_stop(name, tmp_path, monke
     def few_steps(*parts, **settings):
         kept = {key: value for key, value in settings.items() if key not in ("steps", "epochs")}
         # Each step is logged; what costs time and has no say in the numbers is left out.
-        kept |= {"logging": {"every": 1, "tensorboard": False, "report": False}, "progress": Progress(process_index=1)}
+        kept |= {"logging": {"every": 1, "tensorboard": False, "report": False}}
 
         def train(folder, steps, **degrees):
             mesh = jt.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])

@@ -143,7 +143,7 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path) -> None:
         return jt.run_config({**DIGITS, **settings}, run_dir=tmp_path, overrides={"train.steps": steps}, **own)
 
     run(2, optimizer=optax.lion(1e-3), learning_rate=1e-3)
-    assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "ScaleByLion"
+    assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "optax"
     assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)
     with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python.*optimizer=\.\.\."):
         run(3)

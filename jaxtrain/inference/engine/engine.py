@@ -56,7 +56,7 @@ class Slot:
     @property
     def request(self) -> Request:
         """The request that has the row."""
-        assert self.ticket is not None
+        assert self.ticket
         return self.ticket.request
 
     @property
@@ -204,7 +204,7 @@ class Scheduler:
         emitted = Emitted(int(chosen.tokens[index]), float(chosen.log_probabilities[index]), tuple(top))
         slot.text.append(emitted.token)
         self.counters.generated_tokens += 1
-        assert slot.ticket is not None
+        assert slot.ticket
         slot.ticket.emit(emitted)
         if emitted.token in request.stop_tokens:
             self._free(slot, "stop")
@@ -214,7 +214,7 @@ class Scheduler:
     def _free(self, slot: Slot, reason: str, error: str | None = None) -> None:
         """End the request of a slot; its keys and values stay."""
         ticket = slot.ticket
-        assert ticket is not None
+        assert ticket
         slot.ticket = None
         self.counters.slots_in_use -= 1
         self._end(ticket, reason, error)
