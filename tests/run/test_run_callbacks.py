@@ -145,7 +145,7 @@ def test_an_optimizer_of_one_s_own_in_a_config(tmp_path: Path) -> None:
     run(2, optimizer=optax.lion(1e-3), learning_rate=1e-3)
     assert json.loads((tmp_path / "run.json").read_text())["from_python"]["optimizer"] == "optax"
     assert [row["learning_rate"] for row in rows(tmp_path) if "loss" in row] == pytest.approx([1e-3] * 2)
-    with pytest.raises(jt.ConfigError, match=r"with an optimizer from Python.*optimizer=\.\.\."):
+    with pytest.raises(jt.ConfigError, match=r"with its optimizer from Python.*optimizer=\.\.\."):
         run(3)
     assert run(3, optimizer=optax.lion(1e-3), resume="must").step == 3
 
