@@ -62,6 +62,11 @@ def check_choice(value: Any, known: Iterable[str], *, what: str, write: str) -> 
 _INSTEAD = "use a local folder, or mount the store and give its folder"
 
 
+# Of Linux, in bytes.
+_MAX_PATH = 4096
+_MAX_NAME = 255
+
+
 def local_path(
     path: str | os.PathLike[str], *, what: str, error: type[UserError] = ConfigError, instead: str = _INSTEAD
 ) -> Path:
@@ -73,6 +78,8 @@ def local_path(
         raise error(f"{what} {found[1]}://{text[found.end() :]} is not a path on this machine; {instead}")
     if "\0" in text:
         raise error(f"{what} {shown(text)} holds a NUL, which no path has; leave it out")
+    if len(text) >= _MAX_PATH or any(len(part) > _MAX_NAME for part in text.split("/")):
+        raise error(f"{what} {text[:60]!r}... is too long for a path; shorten it")
     return Path(path)
 
 

@@ -341,12 +341,16 @@ def _default_kind(name: str) -> str | None:
     return getattr(Config.model_fields[name].default, "kind", None)
 
 
+_MAX_DEPTH = 100  # of a key; each dot is one level of recursion
+
+
 def _split_override(override: str) -> tuple[KeyPath, Any]:
     """Return the path and the value of `key=value`."""
     key, equals, text = override.removeprefix("--").partition("=")
-    if not equals or not all(key.split(".")):
+    parts = key.split(".")
+    if not equals or not all(parts) or len(parts) > _MAX_DEPTH:
         raise ConfigError(f"cannot read {override!r} (command line); write key=value, as in train.steps=100")
-    return tuple(key.split(".")), parse_value(text, f"command line, {key}")
+    return tuple(parts), parse_value(text, f"command line, {key}")
 
 
 # --- A config as text. ---

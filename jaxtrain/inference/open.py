@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtrain.checkpoint.directory import list_steps
 from jaxtrain.checkpoint.run_folder import checkpoint_folder
 from jaxtrain.config import Config, Loaded, load_config
+from jaxtrain.config.arguments import local_path
 from jaxtrain.config.files import is_run, read_run, recorded_parts
 from jaxtrain.config.fits import check_fits
 from jaxtrain.config.model import published_from
@@ -95,7 +96,7 @@ def open_model(
         >>> model.sample("To be", new_tokens=2, temperature=0).startswith("To be")
         True
     """
-    path = Path(published_place(path, what="run or model")).expanduser()
+    path = local_path(published_place(path, what="run or model"), what="run or model").expanduser()
     is_adapter = not is_run(path) and is_adapter_folder(path)
     if is_run(path) or not (is_adapter or is_published(path)):
         if adapter is not None:

@@ -54,10 +54,11 @@ def test_a_file_without_keys_gives_the_defaults(written, content):
     assert load_config(written(content)).config == load_config().config
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b"], ids=["long", "deep", "NUL"])
 @pytest.mark.parametrize("command", ["config", "report", "serve", "train"])
-def test_what_no_path_can_be_is_one_line(command, capsys):
-    assert main([command, "a\0b"]) == 2
-    assert re.fullmatch(r"jaxtrain: .*holds a NUL.*\n", capsys.readouterr().err)
+def test_what_no_path_can_be_is_one_line(command, name, capsys):
+    assert main([command, name]) == 2
+    assert re.fullmatch(r"jaxtrain: .*(too long for a path|holds a NUL).*\n", capsys.readouterr().err)
 
 
 def test_a_record_of_a_run_that_is_nested_deeply_is_one_line(tmp_path, capsys):
@@ -65,6 +66,11 @@ def test_a_record_of_a_run_that_is_nested_deeply_is_one_line(tmp_path, capsys):
     for command in ("config", "train", "serve", "report"):
         assert main([command, str(tmp_path)]) == 2
         assert "run.json holds no config" in capsys.readouterr().err
+
+
+def test_a_key_that_is_nested_deeply_is_one_line(capsys):
+    assert main(["config", "quickstart", f"model.{'a.' * 3000}b=1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_missing_config(tmp_path):
